@@ -1,0 +1,88 @@
+"""Classes by name, without importing anything: the name comes from a file, and a file is data."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+import typing
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+# Classes made inside functions have no importable name; this process can read back those that it wrote itself.
+_written: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+
+
+def is_model(cls: Any) -> bool:
+    """Whether `cls` is a pydantic model, asked without importing pydantic."""
+    return isinstance(cls, type) and hasattr(cls, "__pydantic_validator__") and hasattr(cls, "model_fields")
+
+
+def is_namedtuple(cls: Any) -> bool:
+    """Whether `cls` is a NamedTuple class."""
+    return isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def is_record(cls: Any) -> bool:
+    """Whether instances of `cls` are named fields: a dataclass, a NamedTuple or a pydantic model."""
+    return isinstance(cls, type) and (dataclasses.is_dataclass(cls) or is_namedtuple(cls) or is_model(cls))
+
+
+def is_enum(cls: Any) -> bool:
+    """Whether `cls` is an Enum class."""
+    return isinstance(cls, type) and issubclass(cls, enum.Enum)
+
+
+def name_of(cls: type) -> str:
+    """`module:QualName`."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def remember(cls: type) -> str:
+    """Name of `cls`, which `find` answers from now on even if the class is local to a function."""
+    name = name_of(cls)
+    if "<locals>" in name:
+        _written[name] = cls
+    return name
+
+
+def find(name: str, candidates: tuple[type, ...] = ()) -> type | None:
+    """Record or Enum class called `name`: among `candidates`, in loaded modules, or the only candidate there is."""
+    named = [c for c in candidates if name_of(c) == name]
+    found = named[0] if named else _loaded(name) or _written.get(name)
+    if found is not None and (not candidates or issubclass(found, candidates)):
+        return found
+    # The class was renamed or moved since: whether it still is the same thing, its fields will tell.
+    return candidates[0] if len(candidates) == 1 else found
+
+
+def within(hint: Any) -> tuple[type, ...]:
+    """Record and Enum classes that a type hint mentions: `tuple[A, ...] | B` gives `(A, B)`."""
+    return tuple(dict.fromkeys(_within(hint)))
+
+
+def hints(cls: type) -> dict[str, Any]:
+    """Declared type of each field of a record; empty where annotations do not resolve."""
+    try:
+        return typing.get_type_hints(cls)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _within(hint: Any) -> Iterator[type]:
+    origin = typing.get_origin(hint)
+    if is_record(origin or hint) or is_enum(hint):
+        yield origin or hint
+    elif origin is not typing.Literal:
+        for arg in typing.get_args(hint):
+            yield from _within(arg)
+
+
+def _loaded(name: str) -> type | None:
+    module_name, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        # vars() rather than getattr(): a module's or class's __getattr__ may import.
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if is_record(found) or is_enum(found) else None

@@ -1,0 +1,87 @@
+"""Configs to text and back: same class, tuples stay tuples, dtypes stay dtypes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from ejkernel.ops.utils import classes, jsontext, tagged
+from ejkernel.ops.utils.fingerprint import stable_json
+from ejkernel.ops.utils.records import ConfigMismatchError as ConfigMismatchError
+from ejkernel.ops.utils.tagged import ConfigEncodeError as ConfigEncodeError
+
+MAX_BYTES = 1 << 20
+
+
+def to_json(cfg: Any) -> str:
+    """Text of `cfg` that `from_json` reads back as the same object."""
+    return json.dumps(encode_cfg(cfg), ensure_ascii=True, allow_nan=False)
+
+
+def from_json(text: str | bytes, cfg_type: Any = None) -> Any:
+    """Config that `to_json` wrote, as `cfg_type` or as the class it had.
+
+    Raises:
+      JsonTextError: `text` is not JSON.
+      ConfigMismatchError: The config no longer fits its class, or its class is not loaded: reading never imports.
+    """
+    return decode_cfg(jsontext.parse(text, max_bytes=MAX_BYTES), cfg_type)
+
+
+def encode_cfg(cfg: Any) -> dict[str, Any]:
+    """`{"type": "module:QualName", "value": ...}`.
+
+    Raises:
+      ConfigEncodeError: `cfg` holds something that is not data.
+    """
+    data = {"type": classes.remember(type(cfg)), "value": _encode_value(cfg)}
+    if not _reads_back(data, cfg):
+        # The object contradicts its own annotations (a str in an int field). It still has to come back as it is.
+        data["exact"] = True
+        if not _reads_back(data, cfg):
+            raise ConfigEncodeError(
+                f"{type(cfg).__name__}: {cfg!r} would not be read back as it is. "
+                "Keep every field that matters as a dataclass field that the constructor accepts."
+            )
+    return data
+
+
+def decode_cfg(data: Any, cfg_type: Any = None) -> Any:
+    """Config that `encode_cfg` wrote; see `from_json`."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("type"), str) or "value" not in data:
+        raise ConfigMismatchError('config: must be {"type": "module:QualName", "value": ...}, got ' + repr(data)[:200])
+    cfg_type = None if cfg_type is Any or isinstance(cfg_type, TypeVar) else cfg_type
+    name, check = data["type"], not data.get("exact", False)
+    where = name.rpartition(".")[2].rpartition(":")[2]
+    cfg = _decode_value(name, data["value"], cfg_type, where, check)
+    if isinstance(cfg_type, type) and classes.within(cfg_type) and not isinstance(cfg, cfg_type):
+        raise ConfigMismatchError(f"{where}: stored as {name}, which is not a {classes.name_of(cfg_type)}.")
+    return cfg
+
+
+def _encode_value(cfg: Any) -> Any:
+    if classes.is_record(type(cfg)):
+        return tagged.encode_fields(cfg, type(cfg).__name__)
+    return tagged.encode(cfg, type(cfg).__name__)
+
+
+def _decode_value(name: str, value: Any, cfg_type: Any, where: str, check: bool) -> Any:
+    is_fields = isinstance(value, dict) and not any(key.startswith("$") for key in value)
+    if not is_fields or name == "builtins:dict":
+        return tagged.decode(value, cfg_type, where, check=check)
+    cls = classes.find(name, classes.within(cfg_type))
+    if cls is None:
+        raise ConfigMismatchError(
+            f"{where}: no loaded class is called {name!r}. Import its module before reading, or pass cfg_type=."
+        )
+    return tagged.decode_record(cls, value, where, check=check)
+
+
+def _reads_back(data: dict[str, Any], cfg: Any) -> bool:
+    try:
+        back = decode_cfg(data, type(cfg))
+    except ConfigMismatchError:
+        return False
+    # As text: 1, 1.0 and True are equal in Python and different in a config.
+    return type(back) is type(cfg) and stable_json(_encode_value(back)) == stable_json(data["value"])
