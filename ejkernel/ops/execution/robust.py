@@ -1,0 +1,61 @@
+"""Robust estimates: the centre of noisy samples with a right tail, and how far it may be off.
+
+Samples are rows, quantities are columns. The centre is the mean without the lowest and the highest fifth: a hiccup in
+every fifth sample does not move it, and on normal noise it does with two thirds of the samples that a median needs.
+"""
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+
+
+def centre(x: np.ndarray) -> np.ndarray:
+    """Returns the trimmed mean of each column."""
+    cut = _cut(len(x))
+    return np.sort(x, axis=0)[cut : len(x) - cut].mean(axis=0)
+
+
+def margin(x: np.ndarray, level: float) -> np.ndarray:
+    """Returns the half-width of the interval around `centre(x)` at confidence `level`; infinite below four rows."""
+    n, cut = len(x), _cut(len(x))
+    if n < 4:
+        return np.full(x.shape[1], math.inf)
+    ordered = np.sort(x, axis=0)
+    winsorized = np.clip(x, ordered[cut], ordered[n - cut - 1])
+    error = winsorized.std(axis=0, ddof=1) * math.sqrt(n) / (n - 2 * cut)
+    return student(level, n - 2 * cut - 1) * error
+
+
+def median_interval(x: np.ndarray) -> tuple[float, float]:
+    """Returns the samples that enclose the median at 95 %, whatever the distribution; below six, all of them."""
+    ordered = np.sort(x)
+    skip = max(0, math.floor((len(x) - 1) / 2 - 0.98 * math.sqrt(len(x))))
+    return float(ordered[skip]), float(ordered[-1 - skip])
+
+
+def mad(x: np.ndarray) -> float:
+    """Returns the median absolute deviation from the median."""
+    return float(np.median(np.abs(x - np.median(x))))
+
+
+def student(level: float, freedom: int) -> float:
+    """Returns the two-sided quantile of Student's t distribution."""
+    p = (1 + level) / 2
+    if freedom == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if freedom == 2:
+        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
+    # The expansion around the normal quantile: Abramowitz and Stegun 26.7.5, within 3 % from three degrees upwards.
+    z = NormalDist().inv_cdf(p)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
+
+
+def _cut(n: int) -> int:
+    """Returns how many samples to leave out at each end: a fifth, and at least one as soon as one remains."""
+    return max(1, n // 5) if n >= 3 else 0
