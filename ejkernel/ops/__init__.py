@@ -1,0 +1,34 @@
+"""The framework: kernels, which config a call gets, running and measuring."""
+
+from ejkernel.errors import EjkernelError as EjkernelError
+from ejkernel.ops.config.cache import ConfigCache as ConfigCache
+from ejkernel.ops.config.cache import overlay_cache as overlay_cache
+from ejkernel.ops.config.selection import AutotunePolicy as AutotunePolicy
+from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
+from ejkernel.ops.config.selection import Tuner as Tuner
+from ejkernel.ops.config.selection import policy_override as policy_override
+from ejkernel.ops.core.kernel import Invocation as Invocation
+from ejkernel.ops.core.kernel import Kernel as Kernel
+from ejkernel.ops.core.types import Cfg as Cfg
+from ejkernel.ops.core.types import Out as Out
+from ejkernel.ops.execution.executor import ConfigChooser as ConfigChooser
+from ejkernel.ops.execution.executor import Executor as Executor
+from ejkernel.ops.execution.executor import default_executor as default_executor
+from ejkernel.ops.execution.executor import set_default_executor as set_default_executor
+from ejkernel.ops.registry import get_invocations as get_invocations
+from ejkernel.ops.registry import record_invocation as record_invocation
+from ejkernel.ops.utils.fingerprint import abstractify as abstractify
+from ejkernel.ops.utils.fingerprint import default_key_builder_with_sharding as default_key_builder_with_sharding
+from ejkernel.ops.utils.fingerprint import device_fingerprint as device_fingerprint
+from ejkernel.ops.utils.fingerprint import device_kind as device_kind
+from ejkernel.ops.utils.fingerprint import get_device_platform as get_device_platform
+from ejkernel.ops.utils.fingerprint import sharding_fingerprint as sharding_fingerprint
+from ejkernel.ops.utils.fingerprint import short_hash as short_hash
+from ejkernel.ops.utils.fingerprint import stable_json as stable_json
+from ejkernel.ops.utils.meta import LABEL_RE as LABEL_RE
+from ejkernel.ops.utils.meta import extract_labels_from_hlo_text as extract_labels_from_hlo_text
+from ejkernel.ops.utils.meta import find_labels_in_lowered as find_labels_in_lowered
+from ejkernel.ops.utils.meta import label as label
+from ejkernel.ops.utils.meta import labels_to_configs as labels_to_configs
+from ejkernel.ops.utils.params import BwdParams as BwdParams
+from ejkernel.ops.utils.params import FwdParams as FwdParams

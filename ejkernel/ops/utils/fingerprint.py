@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
 import hashlib
 import json
-from typing import Any
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from ejkernel.ops.utils.arguments import is_array
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.kernel import Invocation
+
+DeviceKind = Literal["gpu", "tpu", "cpu"]
+
+_PREFERRED = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 
 
 def stable_json(value: Any) -> str:
@@ -16,3 +36,161 @@ def short_hash(value: Any) -> str:
     """16 hex digits that identify `value`, given as text or as JSON-able data."""
     text = value if isinstance(value, str) else stable_json(value)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# --- Devices ---
+
+
+def current_device() -> jax.Device:
+    """The device that a jitted call uses by default here, `jax.default_device` respected."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
+
+
+def device_kind(device: jax.Device | None = None) -> DeviceKind:
+    """`"gpu"`, `"tpu"` or `"cpu"`."""
+    name = (device or current_device()).platform
+    if name in ("gpu", "cuda", "rocm"):
+        return "gpu"
+    return "tpu" if name == "tpu" else "cpu"
+
+
+def get_device_platform(device: jax.Device | None = None) -> str:
+    """The preferred platform of the hardware at hand: `"triton"`, `"pallas"` or `"xla"`."""
+    return _PREFERRED[device_kind(device)]
+
+
+@functools.cache
+def _fingerprint_of(device: jax.Device) -> str:
+    kind = device_kind(device)
+    if kind == "cpu":
+        return f"cpu-{platform.machine().lower()}-{_vector_width()}-{len(os.sched_getaffinity(0))}c"
+    parts = [kind, device.device_kind]
+    if capability := getattr(device, "compute_capability", None):
+        parts.append(f"sm{capability}".replace(".", ""))
+    if cores := getattr(device, "core_count", None):
+        parts.append(f"{cores}c")
+    if memory := (device.memory_stats() or {}).get("bytes_limit"):
+        # To a power of two: the usable share of a card's memory varies with the allocator's settings.
+        parts.append(f"{2 ** round(np.log2(memory / 2**30))}g")
+    return re.sub(r"[^a-z0-9.-]+", "_", "-".join(parts).lower())
+
+
+def device_fingerprint(device: jax.Device | None = None) -> str:
+    """Names the kind of `device`: hosts with the same hardware share it, driver versions are not in it."""
+    return _fingerprint_of(device or current_device())
+
+
+def _vector_width() -> str:
+    """The widest vector extension of this CPU: the one feature that decides which blocks are good."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if f" {name} " in f"{flags} "), "base")
+
+
+# --- Calls ---
+
+
+def abstractify(tree: Any) -> Any:
+    """`tree` with a ShapeDtypeStruct in place of every array: no tracer and no device memory stays alive in it."""
+    return jax.tree.map(lambda x: _abstract(x) if is_array(x) else x, tree)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+    dtype = aval.dtype
+    if isinstance(dtype, np.dtype):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(aval.shape, dtype)
+
+
+def describe(tree: Any) -> Any:
+    """JSON-able description of an argument: structure, shapes, dtypes and static values, nothing of the data."""
+    if is_array(tree):
+        x = _abstract(tree)
+        return {"dtype": str(x.dtype), "shape": [d if isinstance(d, int) else str(d) for d in x.shape]}
+    if tree is None:
+        return {"node": "None", "aux": None, "children": []}
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    if len(paths) == 1 and paths[0][1] is tree:
+        return {"float": None} if type(tree) in (float, complex) else {"static": describe_static(tree)}
+    plain = type(tree) in (dict, list, tuple)
+    return {
+        "node": type(tree).__name__ if plain else qualified_name(type(tree)),
+        "aux": None if plain else describe_static(_aux(tree)),
+        "children": [[jax.tree_util.keystr(path), describe(child)] for path, child in paths],
+    }
+
+
+def _aux(node: Any) -> Any:
+    """What a pytree node holds beside its children: static fields of registered classes."""
+    one_level = jax.tree_util.default_registry.flatten_one_level(node)
+    return one_level[1] if one_level is not None else None
+
+
+def describe_static(value: Any) -> Any:
+    """JSON-able description of a static value that no memory address, file path or line number enters."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return {"enum": f"{qualified_name(type(value))}.{value.name}"}
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, (float, complex)):
+        return {"float": None}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if (dtype := _as_dtype(value)) is not None:
+        return {"dtype": dtype}
+    if isinstance(value, (tuple, list)):
+        return [describe_static(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted((describe_static(v) for v in value), key=stable_json)}
+    if isinstance(value, Mapping):
+        items = [[describe_static(k), describe_static(v)] for k, v in value.items()]
+        return {"mapping": sorted(items, key=stable_json)}
+    if isinstance(value, functools.partial):
+        return {"partial": [describe_static(value.func), describe_static(value.args), describe_static(value.keywords)]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {f.name: describe_static(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"object": qualified_name(type(value)), "fields": values}
+    return {"object": qualified_name(value if hasattr(value, "__qualname__") else type(value))}
+
+
+def qualified_name(value: Any) -> str:
+    """`module.Name` of a class or function."""
+    return f"{getattr(value, '__module__', None) or 'builtins'}.{value.__qualname__}"
+
+
+def _as_dtype(value: Any) -> str | None:
+    """Name of a dtype, however it is spelt: `np.dtype("f4")`, `np.float32`, `jnp.float32`."""
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, type) and issubclass(value, np.generic):
+        return np.dtype(value).name
+    # jnp.float32 is neither a dtype nor a numpy type, but carries its dtype.
+    inner = getattr(value, "dtype", None)
+    return inner.name if isinstance(inner, np.dtype) and callable(value) else None
+
+
+# --- Shardings ---
+
+
+def sharding_fingerprint(tree: Any) -> str:
+    """16 hex digits of how the arrays of `tree` are laid out: mesh axis sizes and specs, never device ids."""
+    return short_hash([_describe_sharding(x) for x in jax.tree.leaves(tree) if is_array(x)])
+
+
+def _describe_sharding(x: Any) -> Any:
+    sharding = getattr(x, "sharding", None) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else None
+    if isinstance(sharding, jax.NamedSharding):
+        sizes = [[describe_static(name), size] for name, size in sharding.mesh.shape.items()]
+        return {"mesh": sizes, "spec": describe_static(tuple(sharding.spec)), "memory": sharding.memory_kind}
+    return None if sharding is None else {"devices": sharding.num_devices, "memory": sharding.memory_kind}
+
+
+def default_key_builder_with_sharding(inv: Invocation[Any, Any]) -> str:
+    """A `key_builder` for kernels whose best config depends on how their arguments are sharded."""
+    return short_hash([inv.signature, sharding_fingerprint((inv.args, inv.kwargs))])

@@ -1,0 +1,80 @@
+"""What a selector may do beyond looking a config up."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.config import context
+from ejkernel.ops.utils import env
+
+if TYPE_CHECKING:
+    from ejkernel.ops.config.selection import ConfigSelectorChain
+
+AutotuneMode = Literal["off", "on", "record", "frozen"]
+StaleMode = Literal["use", "retune", "ignore"]
+
+_ALLOWED = {"autotune": ("off", "on", "record", "frozen"), "stale": ("use", "retune", "ignore")}
+
+
+class PolicyError(EjkernelError, ValueError):
+    """A policy field has an unknown name or value."""
+
+
+@dataclass(frozen=True)
+class AutotunePolicy:
+    """Policy of a selector.
+
+    Attributes:
+      autotune: On a miss, guess (`"off"`, False), measure (`"on"`, True), note the miss and guess (`"record"`), or
+        raise (`"frozen"`).
+      transfer: Whether a miss may take the config that was tuned for the nearest shape.
+      stale: What to do with a stored config whose kernel or toolchain has changed since: use it, tune again, or
+        ignore it.
+    """
+
+    autotune: AutotuneMode | bool = "off"
+    transfer: bool = True
+    stale: StaleMode = "use"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.autotune, bool):
+            object.__setattr__(self, "autotune", "on" if self.autotune else "off")
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise PolicyError(
+                    f"AutotunePolicy: {name} must be one of {', '.join(map(repr, allowed))}"
+                    f"{' or a bool' if name == 'autotune' else ''}, got {getattr(self, name)!r}."
+                )
+        if not isinstance(self.transfer, bool):
+            raise PolicyError(f"AutotunePolicy: transfer must be True or False, got {self.transfer!r}.")
+
+    @classmethod
+    def from_environment(cls) -> AutotunePolicy:
+        """The policy that `EJKERNEL_AUTOTUNE` asks for."""
+        return cls(autotune=env.read("EJKERNEL_AUTOTUNE", "off"))  # pyright: ignore[reportArgumentType]
+
+
+def policy_override(
+    selector: ConfigSelectorChain | None = None, /, **changes: Any
+) -> AbstractContextManager[None]:
+    """Changes fields of the policy inside a `with` block, for one selector or for all of them."""
+    known = [f.name for f in dataclasses.fields(AutotunePolicy)]
+    for name in changes:
+        if name not in known:
+            raise PolicyError(f"policy_override: unknown field {name!r}; the fields are {', '.join(known)}.")
+    AutotunePolicy(**changes)
+    owner = None if selector is None else context.Identity(selector)
+    return context.entered(override=context.Override(owner, tuple(sorted(changes.items()))))
+
+
+def effective_policy(selector: ConfigSelectorChain) -> AutotunePolicy:
+    """The policy of `selector` here and now, overrides applied, the innermost last."""
+    policy = selector.policy
+    for override in context.current_scope().overrides:
+        if override.selector is None or override.selector.target is selector:
+            policy = dataclasses.replace(policy, **dict(override.changes))
+    return policy

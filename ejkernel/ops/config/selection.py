@@ -1,0 +1,220 @@
+"""Which config a call gets: explicit, overlays, memory, disk, tuning, nearest shape, guess."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.config import context
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
+from ejkernel.ops.config.policy import effective_policy
+from ejkernel.ops.config.policy import policy_override as policy_override
+from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils.fingerprint import get_device_platform
+
+if TYPE_CHECKING:
+    from ejkernel.ops.config.persistent import PersistentCache
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigNotFoundError(EjkernelError, LookupError):
+    """The policy is `frozen` and nothing is stored for a call."""
+
+
+class NoTunerError(EjkernelError, RuntimeError):
+    """The policy asks for tuning and there is nothing that can tune."""
+
+
+class Tuner(Protocol):
+    """What a selector needs of a tuner."""
+
+    def autotune(
+        self, make_fn: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any, candidates: Iterable[Any]
+    ) -> Any:
+        """The best of `candidates`; `make_fn(cfg)` is a function of `(*args, **kwargs)`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What one tier holds for a call."""
+
+    name: str
+    cfg: Any = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An answer: the config, the tier that gave it, and what each tier held."""
+
+    inv: Invocation[Any, Any]
+    cfg: Any
+    tier: str
+    tiers: tuple[Tier, ...]
+    policy: AutotunePolicy
+
+    def __str__(self) -> str:
+        device, op_id, call_key = self.inv.key
+        rows = [f"{op_id} on {device}, call {call_key}: {self.cfg!r} from {self.tier} (autotune {self.policy.autotune})"]
+        for tier in self.tiers:
+            held = "-" if tier.cfg is None else repr(tier.cfg)
+            mark = "*" if tier.name == self.tier else " "
+            rows.append(f" {mark} {tier.name:<12} {held}{f'  ({tier.note})' if tier.note else ''}")
+        return "\n".join(rows)
+
+
+OnEvent = Callable[..., None]
+
+
+class ConfigSelectorChain:
+    """Asks one tier after the other: explicit config, overlays, memory, disk, tuning, nearest shape, guess.
+
+    Reads shapes and dtypes only, so it is safe while tracing. Only measured results are ever stored.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache[Any] | None = None,
+        persistent: PersistentCache | None = None,
+        autotune: bool | str | None = None,
+        *,
+        policy: AutotunePolicy | None = None,
+        tuner: Tuner | None = None,
+        persist_autotune: bool = True,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        if policy is not None and autotune is not None:
+            raise EjkernelError("ConfigSelectorChain: give autotune= or policy=, not both.")
+        self.cache = cache if cache is not None else ConfigCache()
+        self.persistent = persistent
+        self.tuner = tuner
+        self.persist_autotune = persist_autotune
+        self.on_event = on_event
+        self._policy = policy or AutotunePolicy(autotune=autotune or "off")  # pyright: ignore[reportArgumentType]
+
+    @property
+    def policy(self) -> AutotunePolicy:
+        """The policy outside of any `policy_override`; setting it reaches functions that were jitted before."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: AutotunePolicy) -> None:
+        if policy != self._policy:
+            self._policy = policy
+            context.invalidate()
+
+    def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        """The config to run `inv` with."""
+        selection = self.select(inv, kernel)
+        for store in (self.cache, self.persistent):
+            if store is not None:
+                store.served.note(inv.key, selection.cfg)
+        for overlay in context.current_scope().overlays:
+            if (served := getattr(overlay.source, "served", None)) is not None:
+                served.note(inv.key, selection.cfg)
+        self._emit("select", inv, tier=selection.tier, cfg=selection.cfg)
+        return selection.cfg
+
+    def select(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
+        """The first tier's answer, and what the tiers before it held; tunes if the policy says so."""
+        policy = effective_policy(self)
+        tiers: list[Tier] = []
+        for tier in self._stored(inv, kernel, policy):
+            tiers.append(tier)
+            if tier.cfg is not None:
+                return Selection(inv, tier.cfg, tier.name, tuple(tiers), policy)
+        answer = self._on_miss(inv, kernel, policy)
+        return Selection(inv, answer.cfg, answer.name, (*tiers, answer), policy)
+
+    def explain(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
+        """Like `select`, but asks every tier and never tunes or raises on a miss."""
+        policy = effective_policy(self)
+        tiers = [*self._stored(inv, kernel, policy)]
+        if policy.autotune == "on":
+            tiers.append(Tier("autotune", None, "would measure the candidates now"))
+        elif policy.autotune == "frozen":
+            tiers.append(Tier("frozen", None, "would raise"))
+        tiers.append(Tier("heuristic", heuristic(inv, kernel)))
+        found = next((tier for tier in tiers if tier.cfg is not None), tiers[-1])
+        return Selection(inv, found.cfg, found.name, tuple(tiers), policy)
+
+    def needs_inputs(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
+        """Whether choosing would measure, and so wants the call's own data."""
+        policy = effective_policy(self)
+        return policy.autotune == "on" and all(t.cfg is None for t in self._stored(inv, kernel, policy))
+
+    def _stored(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterable[Tier]:
+        """The tiers that hold configs, in order; lazily, because a disk may stand behind one."""
+        if inv.override_cfg is not None:
+            yield Tier("explicit", inv.override_cfg)
+        overlays = context.current_scope().overlays
+        for depth, overlay in enumerate(reversed(overlays)):
+            yield Tier("overlay", overlay.source.get(*inv.key), f"depth {len(overlays) - depth}")
+        yield Tier("memory", self.cache.get(*inv.key))
+
+    def _on_miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
+        if policy.autotune == "on":
+            return Tier("autotune", self._tune(inv, kernel))
+        if policy.autotune == "frozen":
+            raise ConfigNotFoundError(
+                f"{inv.op_id}: no config is stored for call {inv.call_key} on {inv.device_fingerprint}, and the policy "
+                'is "frozen". Tune it first, or set EJKERNEL_AUTOTUNE to "off".'
+            )
+        if policy.autotune == "record":
+            self._emit("miss", inv)
+        return Tier("heuristic", heuristic(inv, kernel))
+
+    def _tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        if self.tuner is None:
+            raise NoTunerError(f"{inv.op_id}: the policy asks for tuning, but the selector has no tuner=.")
+        make_fn = lambda cfg: lambda *args, **kwargs: run_with(kernel, inv, cfg, args, kwargs)
+        cfg = self.tuner.autotune(make_fn, inv.args, inv.kwargs, candidates(inv, kernel))
+        self.cache.put(*inv.key, cfg)
+        self._emit("tuned", inv, cfg=cfg)
+        return cfg
+
+    def _emit(self, name: str, inv: Invocation[Any, Any], **data: Any) -> None:
+        device, op_id, call_key = inv.key
+        logger.debug("%s %s %s on %s: %s", name, op_id, call_key, device, data)
+        if self.on_event is not None:
+            self.on_event(name, device=device, op_id=op_id, call_key=call_key, **data)
+
+
+def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """The kernel's own guess for a call, by the variant for its platform and context."""
+    return _method(inv, kernel, "heuristic_cfg")(inv)
+
+
+def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """What tuning may try, by the variant of `config_space` or `candidate_cfgs` for the call's platform."""
+    platform = inv.platform or get_device_platform()
+    for method in ("config_space", "candidate_cfgs"):
+        found = dispatch.find(kernel, method, inv.context, platform)
+        if found is not None and getattr(found, "__func__", found) is not getattr(Kernel, method):
+            return found(inv)
+    return [heuristic(inv, kernel)]
+
+
+def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], name: str) -> Callable[..., Any]:
+    found = dispatch.find(kernel, name, inv.context, inv.platform or get_device_platform())
+    assert found is not None, "the base class has one"
+    return found
+
+
+def run_with(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs the implementation that `cfg` and the call's platform select, without choosing, labels or gradients."""
+    platform = dispatch.forced_platform(kernel, cfg) or inv.platform
+    if platform is None:
+        platform, run = next(dispatch.implementations(kernel, inv.context))
+    else:
+        run = dispatch.forced_implementation(kernel, inv.context, platform)
+    return run(*args, cfg=cfg, **kwargs)

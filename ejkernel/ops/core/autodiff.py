@@ -1,0 +1,128 @@
+"""Three ways to write a gradient, one `jax.custom_vjp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ejkernel import _compat
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.utils import arguments
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Backward = Callable[[Any, Any, Args, Kwargs], Sequence[Any]]
+"""(residuals, cotangent of the output, args, kwargs) -> one gradient a positional argument."""
+
+
+class GradientError(EjkernelError, TypeError):
+    """A kernel's gradient does not fit its arguments, or was asked for where there is none."""
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Note:
+    """Something static that the forward pass leaves for the backward pass among its residuals."""
+
+    value: Any
+
+
+def with_gradient(
+    owner: str,
+    primal: Callable[..., Any],
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Backward,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Runs `primal(*args, **kwargs)`; when differentiated, `forward` and `backward` take its place."""
+    arrays, statics = arguments.split(args)
+    kw_arrays, kw_statics = arguments.split(kwargs)
+
+    def restore(arrays: list[Any], kw_arrays: list[Any]) -> tuple[Args, Kwargs]:
+        return arguments.merge(arrays, statics), arguments.merge(kw_arrays, kw_statics)
+
+    def plain(arrays: list[Any], kw_arrays: list[Any]) -> Any:
+        args, kwargs = restore(arrays, kw_arrays)
+        return primal(*args, **kwargs)
+
+    def fwd(arrays: list[Any], kw_arrays: list[Any]) -> tuple[Any, Any]:
+        _refuse_keyword_gradients(owner, kwargs, kw_arrays)
+        arrays, kw_arrays = [x.value for x in arrays], [x.value for x in kw_arrays]
+        args, kwargs_ = restore(arrays, kw_arrays)
+        out, residuals = forward(*args, **kwargs_)
+        return out, (residuals, arrays, kw_arrays)
+
+    def bwd(saved: Any, cotangent: Any) -> tuple[list[Any], list[Any]]:
+        residuals, arrays, kw_arrays = saved
+        args, kwargs = restore(arrays, kw_arrays)
+        grads = backward(residuals, jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic), args, kwargs)
+        return _fit(owner, grads, args), [None] * len(kw_arrays)
+
+    call = jax.custom_vjp(plain)
+    # Symbolic zeros tell which inputs are differentiated: a keyword array must not silently get a zero gradient.
+    call.defvjp(fwd, bwd, symbolic_zeros=True)
+    return call(arrays, kw_arrays)
+
+
+def _refuse_keyword_gradients(owner: str, kwargs: Kwargs, kw_arrays: list[Any]) -> None:
+    names = [jax.tree_util.keystr(path[:1]) for path, x in jax.tree_util.tree_flatten_with_path(kwargs)[0]
+             if arguments.is_array(x)]
+    for name, x in zip(names, kw_arrays, strict=True):
+        if x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact):
+            raise GradientError(
+                f"{owner}: keyword argument {name} is differentiated, but the kernel's own backward gives one gradient "
+                "a positional argument. Pass it by position, or wrap it in jax.lax.stop_gradient."
+            )
+
+
+def _is_symbolic(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiate(x: Any) -> Any:
+    return jnp.zeros(x.shape, x.dtype) if _is_symbolic(x) else x
+
+
+def _fit(owner: str, grads: Sequence[Any], args: Args) -> list[Any]:
+    """Gradients of the array leaves of `args`, in order, as `jax.custom_vjp` wants them; None is zero."""
+    if not isinstance(grads, (tuple, list)) or len(grads) != len(args):
+        got = f"{len(grads)} of them" if isinstance(grads, (tuple, list)) else f"a {type(grads).__name__}"
+        raise GradientError(
+            f"{owner}: the backward must return a tuple of {len(args)} gradients, one a positional argument, got {got}."
+        )
+    fitted = []
+    for position, (grad, arg) in enumerate(zip(grads, args, strict=True)):
+        leaves, treedef = jax.tree.flatten(arg)
+        try:
+            grad_leaves = [None] * len(leaves) if grad is None else treedef.flatten_up_to(grad)
+        except ValueError as error:
+            raise GradientError(
+                f"{owner}: the gradient of argument {position} has structure {jax.tree.structure(grad)}, "
+                f"the argument has {treedef}."
+            ) from error
+        pairs = zip(grad_leaves, leaves, strict=True)
+        fitted += [_fit_leaf(owner, position, g, x) for g, x in pairs if arguments.is_array(x)]
+    return fitted
+
+
+def _fit_leaf(owner: str, position: int, grad: Any, x: Any) -> Any:
+    if grad is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return None
+    grad = jnp.asarray(grad)
+    if grad.shape != x.shape:
+        raise GradientError(
+            f"{owner}: the gradient of argument {position} has shape {grad.shape}, the argument has {x.shape}."
+        )
+    grad = grad.astype(x.dtype)
+    extra = _compat.varying_axes(grad) - _compat.varying_axes(x)
+    missing = _compat.varying_axes(x) - _compat.varying_axes(grad)
+    if extra:
+        # An argument that every device shares gets the sum of what the devices found.
+        grad = jax.lax.psum(grad, tuple(sorted(extra, key=str)))
+    return jax.lax.pcast(grad, tuple(sorted(missing, key=str)), to="varying") if missing else grad

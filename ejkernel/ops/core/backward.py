@@ -1,0 +1,52 @@
+"""The backward of a kernel as a problem of its own: chosen, tuned, stored and labelled apart from the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils.fingerprint import get_device_platform
+
+
+class BackwardKernel(Kernel[Any, Any]):
+    """`<op_id>.vjp`, with the arguments of the forward call as its signature."""
+
+    def __init__(self, forward: Kernel[Any, Any]) -> None:
+        super().__init__(op_id=f"{forward.op_id}.vjp")
+        self.forward = forward
+        self.version = forward.version
+
+    @staticmethod
+    def of(kernel: Kernel[Any, Any]) -> BackwardKernel | None:
+        """The backward of `kernel`, if it has configs of its own."""
+        own = any(name.startswith(("heuristic_cfg_vjp", "config_space_vjp")) for name in dir(kernel))
+        return BackwardKernel(kernel) if own else None
+
+    def supports(self, inv: Invocation[Any, Any], platform: str) -> bool | str:
+        """The forward kernel's answer."""
+        return self.forward.supports(inv, platform)
+
+    def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Any:
+        """`heuristic_cfg_vjp` of the forward kernel, else its `heuristic_cfg`."""
+        return self._ask("heuristic_cfg", inv)
+
+    def config_space(self, inv: Invocation[Any, Any]) -> Iterable[Any]:
+        """`config_space_vjp` of the forward kernel, else the guess alone."""
+        platform = inv.platform or get_device_platform()
+        space = dispatch.find(self.forward, "config_space_vjp", inv.context, platform)
+        return [self.heuristic_cfg(inv)] if space is None else space(inv)
+
+    def _ask(self, method: str, inv: Invocation[Any, Any]) -> Any:
+        platform = inv.platform or get_device_platform()
+        own = dispatch.find(self.forward, f"{method}_vjp", inv.context, platform)
+        found = own or dispatch.find(self.forward, method, inv.context, platform)
+        assert found is not None, "the base class has one"
+        return found(inv)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BackwardKernel) and self.forward == other.forward
+
+    def __hash__(self) -> int:
+        return hash((BackwardKernel, self.forward))

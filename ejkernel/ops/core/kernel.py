@@ -1,0 +1,188 @@
+"""What an operation is (`Kernel`) and what one call of it is (`Invocation`)."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic
+
+import jax
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.utils import fingerprint
+
+_HEX16 = re.compile(r"[0-9a-f]{16}")
+
+
+class KernelDefinitionError(EjkernelError, TypeError):
+    """A kernel class lacks something that ejkernel needs of it."""
+
+
+class Kernel(Generic[Cfg, Out]):
+    """An operation: how to run it, which configs it may take, and a first guess.
+
+    Subclasses write `run(*args, cfg, **kwargs)` (or `run_xla`, `run_triton`, ...) and `heuristic_cfg(inv)`; all else
+    is optional: `config_space(inv)` for tuning, `custom_vjp` or `fwd_with_residuals` with `vjp` for gradients,
+    `reference` and `example_inputs` for checking and tuning, `supports` and `prepare` for arguments. Every method
+    that depends on the platform may carry its name as a suffix: see `ejkernel.ops.core.dispatch`.
+
+    A kernel is a value: two instances of one class with equal simple attributes are the same kernel, so building it
+    anew at each call costs nothing.
+    """
+
+    version: str = "0"
+    key_builder: Callable[[Invocation[Cfg, Out]], str] | None = None
+    jit: bool = True
+    """False runs eager calls without jit, for kernels that must see concrete values."""
+    record_integers: bool = False
+    """True keeps small concrete integer arrays (group sizes, page tables) when calls are recorded."""
+
+    def __init__(self, name: str | None = None, *, op_id: str | None = None) -> None:
+        if name is not None and op_id is not None and name != op_id:
+            raise KernelDefinitionError(
+                f"{type(self).__name__}: name={name!r} and op_id={op_id!r} differ; they are one thing."
+            )
+        self._op_id = name or op_id
+
+    @property
+    def op_id(self) -> str:
+        """Identity of the operation in keys, labels and stores; by default `module.Class`."""
+        # A subclass may leave out super().__init__().
+        return getattr(self, "_op_id", None) or fingerprint.qualified_name(type(self))
+
+    @property
+    def name(self) -> str:
+        """The same as `op_id`."""
+        return self.op_id
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Brings arguments into canonical form, before anything else looks at them."""
+        return args, kwargs
+
+    def supports(self, inv: Invocation[Cfg, Out], platform: str) -> bool | str:
+        """Whether the implementation for `platform` can serve `inv`; a reason in words means no."""
+        return True
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """The config to use when nothing better is known."""
+        raise KernelDefinitionError(f"{type(self).__name__} must define heuristic_cfg(self, inv).")
+
+    def config_space(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        """The configs that tuning may try."""
+        if type(self).candidate_cfgs is not Kernel.candidate_cfgs:
+            return self.candidate_cfgs(inv)
+        return [self.heuristic_cfg(inv)]
+
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        """Another name of `config_space`; override either."""
+        return self.config_space(inv)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Out:
+        # Imported here: execution stands above core.
+        from ejkernel.ops.execution.executor import default_executor
+
+        return default_executor()(self, *args, **kwargs)
+
+    @cached_property
+    def cfg_type(self) -> Any:
+        """The config class, from the type argument of `Kernel[Cfg, Out]`; None where it is not given."""
+        for cls in type(self).__mro__:
+            for base in getattr(cls, "__orig_bases__", ()):
+                if typing.get_origin(base) is Kernel and not isinstance(typing.get_args(base)[0], typing.TypeVar):
+                    return typing.get_args(base)[0]
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, theirs = self._identity(), typing.cast("Kernel[Any, Any]", other)._identity()
+        return mine is not None and mine == theirs
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def _identity(self) -> dict[str, Any] | None:
+        """Attributes that make two instances equal, or None if an attribute is not a simple value."""
+        state = {k: (type(v), v) for k, v in vars(self).items() if k != "cfg_type"}
+        simple = (str, bytes, int, float, complex, type(None), type)
+        return state if all(issubclass(kind, simple) for kind, _ in state.values()) else None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.op_id!r}>"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Invocation(Generic[Cfg, Out]):
+    """One call of a kernel: its arguments after `prepare`, and what identifies it."""
+
+    kernel: Kernel[Cfg, Out] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    op_id: str = ""
+    batch_axes: Any = None
+    override_cfg: Cfg | None = None
+    stamp: bool = True
+    context: str | None = None
+    platform: str | None = None
+    """The platform being tried; not part of the key, because the backend is a parameter like any other."""
+
+    def __post_init__(self) -> None:
+        if not self.op_id:
+            if self.kernel is None:
+                raise KernelDefinitionError("Invocation needs kernel= or op_id=.")
+            object.__setattr__(self, "op_id", self.kernel.op_id)
+        object.__setattr__(self, "args", tuple(self.args))
+
+    @cached_property
+    def abstract_args(self) -> tuple[Any, ...]:
+        """`args` with ShapeDtypeStructs in place of arrays."""
+        return fingerprint.abstractify(self.args)
+
+    @cached_property
+    def abstract_kwargs(self) -> dict[str, Any]:
+        """`kwargs` with ShapeDtypeStructs in place of arrays."""
+        return fingerprint.abstractify(dict(self.kwargs))
+
+    @cached_property
+    def device_fingerprint(self) -> str:
+        """The kind of device the call runs on."""
+        return fingerprint.device_fingerprint()
+
+    @cached_property
+    def signature(self) -> dict[str, Any]:
+        """All that `call_key` stands for, readable and JSON-able."""
+        return {
+            "op": self.op_id,
+            "version": self.kernel.version if self.kernel is not None else "0",
+            "args": [fingerprint.describe(x) for x in self.args],
+            "kwargs": {k: fingerprint.describe(v) for k, v in sorted(self.kwargs.items())},
+            "batch_axes": None if self.batch_axes is None else fingerprint.describe_static(self.batch_axes),
+            "context": self.context,
+        }
+
+    @cached_property
+    def call_key(self) -> str:
+        """16 hex digits, the same in every process and on every host."""
+        build = self.kernel.key_builder if self.kernel is not None else None
+        if build is None:
+            return fingerprint.short_hash(self.signature)
+        key = build(self)
+        return key if _HEX16.fullmatch(key) else fingerprint.short_hash(key)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Where configs for this call are kept: device, operation, call."""
+        return self.device_fingerprint, self.op_id, self.call_key
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether there are only shapes and dtypes, no data to measure with."""
+        leaves = jax.tree.leaves((self.args, dict(self.kwargs)))
+        return any(isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)) for x in leaves)

@@ -1,0 +1,35 @@
+"""Shared set-up: four host devices, and no trace of one test in the next."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+import pytest
+
+GPU_REASON = "needs an NVIDIA GPU"
+
+
+def pytest_collection_modifyitems(items):
+    if not any(item.get_closest_marker("gpu") or item.get_closest_marker("tpu") for item in items):
+        return
+    import jax
+
+    backend = jax.default_backend()
+    for item in items:
+        for name, present in (("gpu", backend in ("gpu", "cuda")), ("tpu", backend == "tpu")):
+            if item.get_closest_marker(name) and not present:
+                item.add_marker(pytest.mark.skip(reason=f"needs a {name.upper()}, this machine has {backend}"))
+
+
+@pytest.fixture(autouse=True)
+def clean_state(monkeypatch, tmp_path):
+    """No environment, registry, default executor or user store leaks between tests."""
+    for name in [n for n in os.environ if n.startswith("EJKERNEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "ejkernel-store"))
+    from ejkernel.ops import registry, set_default_executor
+
+    registry.clear()
+    set_default_executor(None)
+    yield
+    set_default_executor(None)
