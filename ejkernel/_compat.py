@@ -32,3 +32,15 @@ def _called_from(filename: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# --- Timing ---
+
+
+def cupti() -> Any | None:
+    """The extension that times CUDA kernels (`_cupti_init`, `_cupti_get_timings`); None without JAX's CUDA plugin."""
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:
+        return None
+    return getattr(mosaic_gpu, "_mosaic_gpu_ext", None)

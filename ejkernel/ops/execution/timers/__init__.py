@@ -1,0 +1,56 @@
+"""Timers: how long a compiled call takes, by the best clock that the device offers. One file each.
+
+A timer measures calls without arguments; bind them with `functools.partial` and compile them first. Times of two
+different timers are never compared: each result carries its timer's name.
+"""
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _compat
+from ejkernel.ops.execution.timers.base import Call as Call
+from ejkernel.ops.execution.timers.base import Timer as Timer
+from ejkernel.ops.execution.timers.base import TimerError as TimerError
+from ejkernel.ops.execution.timers.cupti import Cupti as Cupti
+from ejkernel.ops.execution.timers.rotation import cold as cold
+from ejkernel.ops.execution.timers.wall import WallClock as WallClock
+from ejkernel.ops.execution.timers.xplane import Xplane as Xplane
+
+Device = Any  # `jax.Device` is a value to type checkers.
+
+logger = logging.getLogger(__name__)
+
+
+def choose(device: Device | None = None, *, skip: Collection[str] = ()) -> Timer:
+    """Returns the best timer that works on `device`, leaving out those named in `skip`; the wall clock always works."""
+    device = device or jax.local_devices()[0]
+    *others, wall = [timer for timer in available(device) if timer.name not in skip or timer.name == WallClock.name]
+    for timer in others:
+        try:
+            timer.measure([_trivial(device)])
+        except TimerError as error:
+            logger.warning("Timing without %s: %s", timer.name, error)
+        else:
+            return timer
+    return wall
+
+
+def available(device: Device) -> list[Timer]:
+    """Returns the timers for a device's kind, best first."""
+    wall = WallClock(wait_for_each=device.platform == "cpu")
+    if device.platform == "cpu":
+        return [wall]
+    nvidia = device.platform in ("cuda", "gpu") and _compat.cupti() is not None
+    return [*([Cupti()] if nvidia else []), Xplane(), wall]
+
+
+def _trivial(device: Device) -> Call:
+    """Returns a compiled call that is just long enough to see."""
+    x = jax.device_put(jnp.ones((256, 256)), device)
+    double = jax.jit(lambda x: x * 2)
+    jax.block_until_ready(double(x))
+    return lambda: double(x)

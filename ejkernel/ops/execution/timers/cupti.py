@@ -1,0 +1,41 @@
+"""CUPTI: kernel times from NVIDIA's own profiling interface."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from ejkernel import _compat
+from ejkernel.ops.execution.timers.base import Call, TimerError, profiling, repeat
+
+
+class Cupti:
+    """The sum of the kernels' times. Only one subscriber may listen, so beside a running profiler it does not work."""
+
+    name: ClassVar[str] = "cupti"
+    device_time: ClassVar[bool] = True
+
+    def __init__(self, *, sample_s: float = 2e-4) -> None:
+        self.sample_s = sample_s
+
+    def measure(self, calls: Sequence[Call]) -> list[float]:
+        extension = _compat.cupti()
+        if extension is None:
+            raise TimerError("cupti: this JAX has no CUDA plugin.")
+        with profiling(self.name):
+            return [repeat(lambda n, call=call: _kernel_seconds(extension, call, n), self.sample_s) for call in calls]
+
+
+def _kernel_seconds(extension: Any, call: Call, n: int) -> float:
+    try:
+        extension._cupti_init()
+    except RuntimeError as error:
+        raise TimerError(f"cupti: another profiler is listening ({error}). End it to get device times.") from error
+    try:
+        jax.block_until_ready([call() for _ in range(n)])
+    finally:
+        # Not finalized: detaching CUPTI from the process after each sample costs more than the sample.
+        kernels = extension._cupti_get_timings(False)
+    if not kernels:
+        raise TimerError("cupti: the call launched no kernel, so it has no device time.")
+    return sum(ms for _, ms in kernels) / 1e3
