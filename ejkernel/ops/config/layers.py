@@ -1,0 +1,150 @@
+"""Where entries are read from: a directory of the store or a pack, one behind the other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from ejkernel.ops.config import entry as entries
+from ejkernel.ops.config import packs, store_files
+from ejkernel.ops.config.entry import EntryError, StoredEntry
+from ejkernel.ops.config.store_files import Stamp, StoreFiles
+from ejkernel.ops.config.store_key import Place
+
+
+class StoreWarning(UserWarning):
+    """Something in the store could not be read or written; the program goes on without it."""
+
+
+class Layer(Protocol):
+    """Anything that entries can be read from."""
+
+    @property
+    def name(self) -> str:
+        """What entries of this layer carry as `layer`."""
+        ...
+
+    def find(self, place: Place) -> StoredEntry | None:
+        """Entry at `place`."""
+        ...
+
+    def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
+        """All entries, or those of one device or op."""
+        ...
+
+
+class DirectoryLayer:
+    """Entries in a directory. What was read is remembered until the file is replaced, a broken file too."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.name = name
+        self.files = StoreFiles(root)
+        self._known: dict[Place, tuple[Stamp, StoredEntry | None]] = {}
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def find(self, place: Place) -> StoredEntry | None:
+        """Entry at `place`; costs one stat when asked again."""
+        path = self.files.path(place)
+        try:
+            stamp = store_files.stamp(path)
+        except OSError as e:
+            self._tell_once(f"{self.files.root}: cannot be read ({e.strerror}). What it holds counts as absent.")
+            return None
+        if stamp is None:
+            return None
+        known = self._known.get(place)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        entry = self._read(path, place)
+        self.remember(place, stamp, entry)
+        return entry
+
+    def remember(self, place: Place, stamp: Stamp, entry: StoredEntry | None) -> None:
+        """Takes `entry` as what the file with `stamp` holds."""
+        with self._lock:
+            self._known[place] = (stamp, entry)
+
+    def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
+        """Entries in order of file name; broken files are left out with a warning."""
+        for path in self.files.scan(device, op_id):
+            if (entry := self._read(path)) is not None:
+                yield entry
+
+    def _read(self, path: Path, place: Place | None = None) -> StoredEntry | None:
+        try:
+            return read_entry(path, place, self.name)
+        except FileNotFoundError:  # Deleted since it was seen.
+            return None
+        except (EntryError, OSError) as e:
+            self._tell_once(f"{path}: {e} It counts as absent; `ejkernel cache verify` lists such files.")
+            return None
+
+    def _tell_once(self, text: str) -> None:
+        with self._lock:
+            if text in self._told:
+                return
+            self._told.add(text)
+        warnings.warn(text, StoreWarning, stacklevel=4)
+
+
+def read_entry(path: Path, place: Place | None = None, layer: str = "store") -> StoredEntry:
+    """Entry in the file `path`, which must be where an entry of its key belongs."""
+    entry = entries.from_bytes(store_files.read(path, entries.MAX_BYTES), layer)
+    if place is not None and entry.place != place:
+        raise EntryError(f"holds the entry of another key, {tuple(entry.place)}.")
+    if place is None and StoreFiles(path.parents[2]).path(entry.place) != path:
+        raise EntryError(f"is not where the entry of {tuple(entry.place)} belongs.")
+    return entry
+
+
+class PackLayer:
+    """Entries of a pack file, read when they are first asked for."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.name = packs.name_of(source)
+        self._lock = threading.Lock()
+        self._entries: dict[Place, StoredEntry] | None = None
+
+    def find(self, place: Place) -> StoredEntry | None:
+        """Entry at `place`."""
+        return self._load().get(place)
+
+    def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
+        """Entries in order of place."""
+        for place, entry in sorted(self._load().items()):
+            if device in (None, place.device) and op_id in (None, place.op_id):
+                yield entry
+
+    def _load(self) -> dict[Place, StoredEntry]:
+        with self._lock:
+            if self._entries is None:
+                self._entries = self._read()
+            return self._entries
+
+    def _read(self) -> dict[Place, StoredEntry]:
+        try:
+            pack = packs.read(self.source)
+        except (packs.PackError, OSError) as e:
+            warnings.warn(f"pack {self.source}: {e} It is left out.", StoreWarning, stacklevel=4)
+            return {}
+        for problem in pack.problems:
+            warnings.warn(f"pack {self.source}: {problem} It is left out.", StoreWarning, stacklevel=4)
+        self.name = pack.name
+        return {e.place: e for e in pack.entries}
+
+
+def layers_of(source: str | os.PathLike[str]) -> list[Layer]:
+    """Layers of a pack file, of a URL, or of a directory (a store, pack files, or both)."""
+    text = os.fspath(source)
+    if packs.is_remote(text):
+        return [PackLayer(text)]
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return [DirectoryLayer(path, path.name), *(PackLayer(str(p)) for p in sorted(path.glob("*.json")))]
+    return [PackLayer(str(path))]

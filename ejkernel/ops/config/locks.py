@@ -1,0 +1,67 @@
+"""Single flight: one process measures a key, the others wait and then read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_guard = threading.Lock()
+_threads: dict[Path, threading.RLock] = {}
+_held: set[Path] = set()
+
+
+@contextlib.contextmanager
+def thread_lock(path: Path, timeout: float | None = None) -> Iterator[bool]:
+    """Holds the lock called `path` among the threads of this process, for a thread that has it already once more."""
+    with _guard:
+        lock = _threads.setdefault(path, threading.RLock())
+    held = lock.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+    try:
+        yield held
+    finally:
+        if held:
+            lock.release()
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, timeout: float | None = None) -> Iterator[bool]:
+    """Holds the lock file `path`; gives False, without it, if it could not be had within `timeout` seconds.
+
+    The operating system releases the lock when its holder dies. A thread that holds it already gets it again.
+
+    Raises:
+      OSError: The file cannot be made or locked there.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    # Between threads first: on network filesystems the system's lock belongs to the whole process.
+    with thread_lock(path, timeout) as first:
+        if not first or path in _held:
+            yield first
+            return
+        with _process_lock(path, deadline) as held:
+            if held:
+                _held.add(path)
+            try:
+                yield held
+            finally:
+                _held.discard(path)
+
+
+@contextlib.contextmanager
+def _process_lock(path: Path, deadline: float | None) -> Iterator[bool]:
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path, timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0))
+    try:
+        lock.acquire(poll_interval=0.02)
+    except filelock.Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

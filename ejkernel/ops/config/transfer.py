@@ -1,0 +1,100 @@
+"""The nearest tuned shape: what to try for a call that nobody has tuned yet."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ejkernel.ops.config.entry import StoredEntry
+from ejkernel.ops.config.persistent import PersistentCache, Stale
+from ejkernel.ops.config.store_key import Place
+from ejkernel.ops.utils.fingerprint import short_hash
+
+
+class Tuned(NamedTuple):
+    """A tuned call, as far as it can be compared with another: its kind, and the sizes of its arrays."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    complete: bool
+    place: Place
+
+
+_Index = dict[tuple[str, str], tuple[Any, list[Tuned]]]
+_indexes: weakref.WeakKeyDictionary[PersistentCache, _Index] = weakref.WeakKeyDictionary()
+
+
+def nearest(
+    cache: PersistentCache,
+    device: str,
+    op_id: str,
+    signature: Mapping[str, Any],
+    *,
+    cfg_type: Any = None,
+    accept: Callable[[Any], bool] = lambda cfg: True,
+    kernel: Any = None,
+    stale: Stale | None = None,
+) -> StoredEntry | None:
+    """Entry of the same op, structure, dtypes and statics whose shapes are closest, if its config is accepted.
+
+    Closest is the smallest distance in log space: 1000 is nearer to 1100 than to 500. With `kernel` and a policy other
+    than "use", entries that are stale are passed over. Nothing is stored.
+    """
+    kind, sizes = describe(signature)
+    same = [
+        t for t in _tuned(cache, device, op_id) if t.kind == kind and t.sizes != sizes and len(t.sizes) == len(sizes)
+    ]
+    # Ties go to the lower call key, so that every host answers alike.
+    for tuned in sorted(same, key=lambda t: (distance(t.sizes, sizes), not t.complete, t.place)):
+        entry = cache.lookup(*tuned.place, cfg_type=cfg_type, kernel=kernel, stale=stale)
+        if entry is None or (entry.stale and (stale or cache.stale) != "use"):
+            continue
+        if accept(entry.cfg):
+            return entry
+    return None
+
+
+def distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """Euclidean distance of the logarithms of two lists of sizes."""
+    return math.dist([_log(x) for x in a], [_log(x) for x in b])
+
+
+def describe(signature: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Hash of everything in a signature except the sizes of its arrays, and those sizes in order."""
+    sizes: list[int] = []
+    return short_hash(_without_sizes(signature, sizes)), tuple(sizes)
+
+
+def _without_sizes(node: Any, sizes: list[int]) -> Any:
+    if isinstance(node, Mapping):
+        if "static" in node:
+            return dict(node)
+        if isinstance(shape := node.get("shape"), list | tuple) and "dtype" in node:
+            sizes.extend(shape)
+            return {"dtype": node["dtype"], "rank": len(shape)}
+        return {key: _without_sizes(node[key], sizes) for key in sorted(node)}
+    if isinstance(node, list | tuple):
+        return [_without_sizes(child, sizes) for child in node]
+    return node
+
+
+def _log(size: int) -> float:
+    return math.log2(size) if size > 0 else -1.0
+
+
+def _tuned(cache: PersistentCache, device: str, op_id: str) -> list[Tuned]:
+    """Tuned calls of an op; read again only when its directory has changed."""
+    index = _indexes.setdefault(cache, {})
+    generation = cache.generation(device, op_id)
+    known = index.get((device, op_id))
+    if known is None or known[0] != generation:
+        found = [_summary(entry) for entry in cache.entries(device, op_id) if entry.signature is not None]
+        known = index[device, op_id] = (generation, found)
+    return known[1]
+
+
+def _summary(entry: StoredEntry) -> Tuned:
+    kind, sizes = describe(entry.signature or {})
+    return Tuned(kind, sizes, entry.complete, entry.place)

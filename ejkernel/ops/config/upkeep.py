@@ -1,0 +1,154 @@
+"""Keeping a store in order: what is wrong in it, and what may go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from ejkernel.ops.config import layers, locks, packs, store_files
+from ejkernel.ops.config.entry import EntryError, StoredEntry
+from ejkernel.ops.config.store_files import StoreFiles
+from ejkernel.ops.utils import serialize
+from ejkernel.ops.utils.fingerprint import short_hash
+
+DAY_S = 86400.0
+_TEMPORARY = re.compile(re.escape(store_files.TEMPORARY) + r"(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Something that is wrong with a file, or just worth knowing."""
+
+    where: str
+    level: Literal["error", "note"]
+    text: str
+
+
+def verify(source: str | os.PathLike[str]) -> Iterator[Problem]:
+    """What is wrong with a store's directory, or with a pack."""
+    path = Path(source).expanduser() if not packs.is_remote(os.fspath(source)) else None
+    if path is not None and path.is_dir():
+        yield from _verify_directory(StoreFiles(path))
+        for pack in sorted(path.glob("*.json")):
+            yield from _verify_pack(str(pack))
+    else:
+        yield from _verify_pack(os.fspath(source))
+
+
+def prune(
+    root: Path, *, older_than_days: float | None = None, broken: bool = False, dry_run: bool = False
+) -> list[Path]:
+    """Removes what nobody needs and returns it: files of writers that died, files set aside, old locks.
+
+    Entries go only on request: those measured more than `older_than_days` ago, and with `broken` those that cannot be
+    read. Trials of an unfinished tuning stay.
+    """
+    files = StoreFiles(root)
+    gone = [path for path in files.all_files() if _is_litter(path)]
+    for path in files.scan():
+        try:
+            if older_than_days is not None and _age_days(layers.read_entry(path)) > older_than_days:
+                gone += [p for p in (path, path.with_name(path.stem + store_files.TRIALS)) if p.exists()]
+        except (EntryError, OSError):
+            gone += [path] if broken else []
+    if not dry_run:
+        for path in gone:
+            path.unlink(missing_ok=True)
+        _remove_empty(root)
+    return gone
+
+
+def _verify_directory(files: StoreFiles) -> Iterator[Problem]:
+    for path in files.scan():
+        try:
+            entry = layers.read_entry(path)
+        except (EntryError, OSError) as e:
+            yield Problem(where=str(path), level="error", text=str(e))
+        else:
+            yield from _verify_entry(entry, str(path))
+    for path in files.all_files():
+        if path.name.endswith(store_files.BROKEN):
+            yield Problem(where=str(path), level="note", text="was unreadable and has been set aside.")
+
+
+def _verify_pack(source: str) -> Iterator[Problem]:
+    try:
+        pack = packs.read(source)
+    except (packs.PackError, OSError) as e:
+        yield Problem(where=source, level="error", text=str(e))
+        return
+    yield from (Problem(where=source, level="error", text=text) for text in pack.problems)
+    seen: set[Any] = set()
+    for entry in pack.entries:
+        where = f"{source}: {'/'.join(entry.place)}"
+        if entry.place in seen:
+            yield Problem(where=where, level="error", text="is there twice.")
+        seen.add(entry.place)
+        yield from _verify_entry(entry, where)
+
+
+def _verify_entry(entry: StoredEntry, where: str) -> Iterator[Problem]:
+    if entry.signature is not None and short_hash(entry.signature) != entry.place.call_key:
+        # Not an error: a kernel may build its own keys.
+        yield Problem(where=where, level="note", text="its call key is not the hash of its signature.")
+    try:
+        serialize.decode_cfg(entry.cfg_data)
+    except serialize.ConfigMismatchError as e:
+        unknown = "no loaded class" in str(e)
+        yield Problem(where=where, level="note" if unknown else "error", text=str(e))
+
+
+def _is_litter(path: Path) -> bool:
+    if path.name.endswith(store_files.BROKEN):
+        return True
+    if match := _TEMPORARY.match(path.name):
+        return _is_orphan(path, match["host"], int(match["pid"]))
+    return path.parent.name == store_files.LOCKS and _is_old(path) and _is_free(path)
+
+
+def _is_orphan(path: Path, host: str, pid: int) -> bool:
+    if host != store_files.host():
+        return _is_old(path)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # Alive, and another user's.
+    return _is_old(path)
+
+
+def _is_old(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > DAY_S
+    return False
+
+
+def _is_free(path: Path) -> bool:
+    with locks.file_lock(path, timeout=0) as held:
+        return held
+
+
+def _age_days(entry: StoredEntry) -> float:
+    text = str(entry.provenance.get("time", ""))
+    try:
+        measured = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return 0.0  # Of unknown age: it stays.
+    if measured.tzinfo is None:
+        measured = measured.replace(tzinfo=datetime.UTC)
+    return (datetime.datetime.now(datetime.UTC) - measured).total_seconds() / DAY_S
+
+
+def _remove_empty(root: Path) -> None:
+    for folder, _, _ in os.walk(root, topdown=False):
+        if Path(folder) != root:
+            with contextlib.suppress(OSError):  # Not empty.
+                os.rmdir(folder)

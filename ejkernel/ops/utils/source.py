@@ -1,0 +1,115 @@
+"""Hash of a class's code: not of its comments, docstrings, formatting or place in the file."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import sys
+import textwrap
+import types
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_FRAMEWORK = "ejkernel.ops."  # Its changes are told by the version of ejkernel.
+
+_hashes: weakref.WeakKeyDictionary[type, str | None] = weakref.WeakKeyDictionary()
+
+
+def source_hash(item: Any) -> str | None:
+    """16 hex digits for the code of a class, given itself or as an instance.
+
+    Covers its bases, and what they name of the same package: global functions and classes, and modules imported inside
+    a function. None if the source is not to be had (a class typed into a prompt).
+    """
+    cls = item if isinstance(item, type) else type(item)
+    if cls not in _hashes:
+        _hashes[cls] = _hash(cls)
+    return _hashes[cls]
+
+
+def _hash(cls: type) -> str | None:
+    package = cls.__module__.partition(".")[0]
+    code: dict[Any, str] = {}
+    waiting: list[Any] = [c for c in cls.__mro__ if _is_ours(c, package)]
+    while waiting:
+        item = waiting.pop()
+        if item in code:
+            continue
+        try:
+            code[item] = normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item))
+        except (OSError, TypeError, SyntaxError):
+            if item is cls:
+                return None
+            continue
+        if not isinstance(item, Path):
+            waiting += _referred(item, package)
+    # Without names and in order of content: moving a module is not a change.
+    return hashlib.sha256("\n".join(sorted(code.values())).encode()).hexdigest()[:16]
+
+
+def normal(source: str) -> str:
+    """Code as text that is equal for equal syntax trees, in every Python version."""
+    tree = ast.parse(textwrap.dedent(source))
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+        if documented and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return _shape(tree)
+
+
+def _shape(node: Any) -> str:
+    if isinstance(node, ast.AST):
+        # Python versions differ in the empty fields that they add to a node.
+        fields = [f"{name}={_shape(v)}" for name, v in ast.iter_fields(node) if v is not None and v != []]
+        return f"{type(node).__name__}({','.join(fields)})"
+    return f"[{','.join(map(_shape, node))}]" if isinstance(node, list) else repr(node)
+
+
+def _is_ours(item: Any, package: str) -> bool:
+    module = getattr(item, "__module__", None) or ""
+    return module.partition(".")[0] == package and not f"{module}.".startswith(_FRAMEWORK)
+
+
+def _referred(item: Any, package: str) -> Iterator[Any]:
+    for function in _functions(item):
+        names = set(_names(function.__code__))
+        for name in sorted(names & function.__globals__.keys()):
+            value = function.__globals__[name]
+            members = (
+                [v for n, v in vars(value).items() if n in names] if isinstance(value, types.ModuleType) else [value]
+            )
+            unwrapped = map(_unwrap, members)
+            yield from (v for v in unwrapped if isinstance(v, types.FunctionType | type) and _is_ours(v, package))
+        yield from _imported_inside(names, package)
+
+
+def _functions(item: Any) -> Iterator[types.FunctionType]:
+    for value in vars(item).values() if isinstance(item, type) else [item]:
+        function = _unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+        if isinstance(function, types.FunctionType):
+            yield function
+
+
+def _unwrap(value: Any) -> Any:
+    """The function under jit and other decorators."""
+    return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _names(const)
+
+
+def _imported_inside(names: set[str], package: str) -> Iterator[Path]:
+    """Files of the modules that a function imports, found without importing them."""
+    for name in sorted(n for n in names if n.startswith(f"{package}.") and not f"{n}.".startswith(_FRAMEWORK)):
+        for root in getattr(sys.modules.get(package), "__path__", []):
+            path = Path(root, *name.split(".")[1:])
+            # `from package.folder import module`: the module's name is among the names of the function.
+            files = [path.with_suffix(".py"), *(path / f"{n}.py" for n in sorted(names))]
+            yield from (file for file in files if file.is_file())
