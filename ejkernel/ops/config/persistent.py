@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import entry as entries
@@ -21,6 +22,9 @@ from ejkernel.ops.config.layers import StoreWarning as StoreWarning
 from ejkernel.ops.config.store_key import Place
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.records import ConfigMismatchError
+
+if TYPE_CHECKING:
+    from ejkernel.ops.config.context import Served
 
 Stale = Literal["use", "retune", "ignore"]
 
@@ -70,6 +74,13 @@ class PersistentCache:
         self._told: set[tuple[str, Any]] = set()
         self._puts = 0
         self._lock = threading.RLock()
+
+    @functools.cached_property
+    def served(self) -> Served:
+        """What calls were traced with, so that a put or delete that concerns one of them makes it trace again."""
+        from ejkernel.ops.config.context import Served  # Loads JAX, which the command line does without.
+
+        return Served()
 
     def get(self, *key: Any, cfg_type: Any = None) -> Any:
         """Config of a key, or None."""
@@ -143,6 +154,7 @@ class PersistentCache:
             except OSError as e:
                 self._memory[place] = entry
                 self._warn_unwritable(e)
+        self._changed(entry)
 
     def own(self, *key: Any) -> StoredEntry | None:
         """Entry of a key in the user's store alone, whether or not its config still fits."""
@@ -151,7 +163,8 @@ class PersistentCache:
 
     def delete(self, *key: Any) -> bool:
         """Removes an entry and its trials from the store (not from packs); False if there was none."""
-        place = store_key.place_of(store_key.split(key, "PersistentCache.delete"))
+        name = store_key.split(key, "PersistentCache.delete")
+        place = store_key.place_of(name)
         with self._lock:
             self._puts += 1
             found = self._memory.pop(place, None) is not None
@@ -159,6 +172,8 @@ class PersistentCache:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     self._store.files.path(place, suffix).unlink()
                     found = found or suffix is None
+        if "served" in vars(self):
+            self.served.changed(name, None)
         return found
 
     def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
@@ -242,6 +257,11 @@ class PersistentCache:
             )
             return None
         return entry
+
+    def _changed(self, entry: StoredEntry) -> None:
+        if "served" in vars(self):
+            fitting = self._fitting(entry, None)
+            self.served.changed(entry.key, None if fitting is None else fitting.cfg)
 
     def _note_stale(self, entry: StoredEntry, reason: str | None, policy: Stale) -> None:
         if reason is None or policy != "use" or ("stale", entry.place.op_id) in self._told:

@@ -61,6 +61,8 @@ def normal(source: str) -> str:
 
 
 def _shape(node: Any) -> str:
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 may end an f-string with an empty text.
+        node.values = [v for v in node.values if not (isinstance(v, ast.Constant) and v.value == "")]
     if isinstance(node, ast.AST):
         # Python versions differ in the empty fields that they add to a node.
         fields = [f"{name}={_shape(v)}" for name, v in ast.iter_fields(node) if v is not None and v != []]

@@ -1,0 +1,114 @@
+"""The hash of a kernel's source follows what it computes, not how it is written down."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+
+import pytest
+
+from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.ops.utils.source import normal, source_hash
+
+KERNEL = '''
+from pkg.parts import base, helper as h
+from pkg import parts
+
+LIMIT = 3
+
+class Mine(base.Base):
+    """Doc."""
+    def run(self, x):
+        y = h(x)  # comment
+        return y + parts.other(x)
+    def run_lazy(self, x):
+        from pkg.lazy import lazily
+        return lazily(x)
+'''
+PARTS = {
+    "__init__": "from . import base\nfrom .base import helper\ndef other(x):\n    return x\n",
+    "base": "import functools\ndef deep(x): return x\n"
+    "@functools.lru_cache\ndef helper(x): return deep(x)\nclass Base:\n    def prepare(self, x): return x\n",
+}
+LAZY = "def lazily(x): return x\n"
+
+
+def build(folder, monkeypatch, change=lambda files: None):
+    """Hash of the kernel in a package that `change` has edited."""
+    for name in [n for n in sys.modules if n.partition(".")[0] == "pkg"]:
+        del sys.modules[name]
+    files = {"__init__.py": "", "kernel.py": KERNEL, "lazy.py": LAZY}
+    files |= {f"parts/{part}.py": text for part, text in PARTS.items()}
+    change(files)
+    for file, text in files.items():
+        path = folder / "pkg" / file
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(folder)
+        return source_hash(importlib.import_module("pkg.kernel").Mine)
+
+
+def edit(file, old, new):
+    def change(files):
+        assert old in files[file]
+        files[file] = files[file].replace(old, new)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit("kernel.py", "# comment", "# another"),
+        edit("kernel.py", '"""Doc."""', '"""Other\n\n    doc."""'),
+        edit("kernel.py", "LIMIT = 3", "\n\n\nLIMIT = 4"),
+        edit("kernel.py", "h(x)", "h( x, )"),
+        edit("parts/base.py", "import functools", "import functools, json"),
+        edit("lazy.py", "def lazily(x): return x", '"""Doc."""\ndef lazily(x):\n    # Why.\n    return x'),
+    ],
+)
+def test_writing_it_differently_changes_nothing(tmp_path, monkeypatch, change):
+    assert build(tmp_path / "b", monkeypatch, change) == build(tmp_path / "a", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit("kernel.py", "y + parts", "y - parts"),
+        edit("parts/__init__.py", "return x", "return x + 1"),
+        edit("parts/base.py", "def prepare(self, x): return x", "def prepare(self, x): return -x"),
+        edit("parts/base.py", "return deep(x)", "return deep(-x)"),
+        edit("parts/base.py", "def deep(x): return x", "def deep(x): return 2 * x"),
+        edit("lazy.py", "return x", "return -x"),
+    ],
+)
+def test_computing_something_else_changes_it(tmp_path, monkeypatch, change):
+    assert build(tmp_path / "b", monkeypatch, change) != build(tmp_path / "a", monkeypatch)
+
+
+def test_a_class_without_source_has_no_hash():
+    scope = {"__name__": "nowhere"}
+    exec("class Typed:\n    def run(self): pass", scope)
+    assert source_hash(scope["Typed"]) is None
+
+
+SAMPLE = textwrap.dedent(
+    """
+    @decorate(1)
+    class A(B, metaclass=M):
+        x: int = 1
+        async def f(self, a, /, *b, c=1, **d) -> str:
+            with a as b, c: pass
+            return f"{a!r:>{c}}" + "a" "b"
+        def g(self):
+            match self:
+                case [1, *_]: return (y := 1)
+            return [i for i in range(3) if i] or {**{}} or (lambda: 0)
+    """
+)
+
+
+def test_the_text_is_the_same_in_every_python():
+    assert short_hash(normal(SAMPLE)) == "ffb89a6ca1c5eb59"
