@@ -44,9 +44,3 @@ class BackwardKernel(Kernel[Any, Any]):
         found = own or dispatch.find(self.forward, method, inv.context, platform)
         assert found is not None, "the base class has one"
         return found(inv)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BackwardKernel) and self.forward == other.forward
-
-    def __hash__(self) -> int:
-        return hash((BackwardKernel, self.forward))

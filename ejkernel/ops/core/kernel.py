@@ -15,7 +15,11 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.utils import fingerprint
 
+PROGRAMS = "_ejkernel_programs"
+"""Attribute of a kernel instance under which executors keep its compiled programs."""
+
 _HEX16 = re.compile(r"[0-9a-f]{16}")
+_SIMPLE = frozenset({str, bytes, bool, int, float, complex, type(None), type})
 
 
 class KernelDefinitionError(EjkernelError, TypeError):
@@ -30,8 +34,8 @@ class Kernel(Generic[Cfg, Out]):
     `reference` and `example_inputs` for checking and tuning, `supports` and `prepare` for arguments. Every method
     that depends on the platform may carry its name as a suffix: see `ejkernel.ops.core.dispatch`.
 
-    A kernel is a value: two instances of one class with equal simple attributes are the same kernel, so building it
-    anew at each call costs nothing.
+    A kernel is a value: instances of one class with equal simple attributes share their compiled programs, so building
+    one anew at each call is cheap. Attributes must not change after the first call.
     """
 
     version: str = "0"
@@ -82,12 +86,9 @@ class Kernel(Generic[Cfg, Out]):
         return self.config_space(inv)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Out:
-        # Imported here: execution stands above core.
-        from ejkernel.ops.execution.executor import default_executor
+        return _call_by_default(self, *args, **kwargs)
 
-        return default_executor()(self, *args, **kwargs)
-
-    @cached_property
+    @property
     def cfg_type(self) -> Any:
         """The config class, from the type argument of `Kernel[Cfg, Out]`; None where it is not given."""
         for cls in type(self).__mro__:
@@ -96,22 +97,14 @@ class Kernel(Generic[Cfg, Out]):
                     return typing.get_args(base)[0]
         return None
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if type(self) is not type(other):
-            return NotImplemented
-        mine, theirs = self._identity(), typing.cast("Kernel[Any, Any]", other)._identity()
-        return mine is not None and mine == theirs
+    def state(self) -> tuple[Any, ...] | None:
+        """What makes two instances of the class interchangeable; None if an attribute is not a simple value."""
+        attributes = sorted((k, type(v), v) for k, v in vars(self).items() if k != PROGRAMS)
+        return tuple(attributes) if all(kind in _SIMPLE for _, kind, _ in attributes) else None
 
-    def __hash__(self) -> int:
-        return hash(type(self))
-
-    def _identity(self) -> dict[str, Any] | None:
-        """Attributes that make two instances equal, or None if an attribute is not a simple value."""
-        state = {k: (type(v), v) for k, v in vars(self).items() if k != "cfg_type"}
-        simple = (str, bytes, int, float, complex, type(None), type)
-        return state if all(issubclass(kind, simple) for kind, _ in state.values()) else None
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled programs stay behind when a kernel is copied or pickled."""
+        return {k: v for k, v in vars(self).items() if k != PROGRAMS}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.op_id!r}>"
@@ -186,3 +179,11 @@ class Invocation(Generic[Cfg, Out]):
         """Whether there are only shapes and dtypes, no data to measure with."""
         leaves = jax.tree.leaves((self.args, dict(self.kwargs)))
         return any(isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)) for x in leaves)
+
+
+def _call_by_default(kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    # Imported at the first call, because execution stands above core; from then on the name is bound to it.
+    global _call_by_default
+    from ejkernel.ops.execution.executor import call_by_default as _call_by_default
+
+    return _call_by_default(kernel, *args, **kwargs)

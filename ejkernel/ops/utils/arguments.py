@@ -45,13 +45,17 @@ def merge(arrays: Iterable[Any], statics: Statics) -> Any:
     return statics.treedef.unflatten([next(rest) if array else next(values) for array in statics.is_array])
 
 
+def scalar_key(x: Any) -> Any:
+    """`x` as part of a key: floats count by their bits, so that nan finds itself again and -0.0 is not 0.0."""
+    return x.hex() if type(x) is float else x
+
+
 def static_key(owner: str, statics: Statics) -> Hashable:
     """What two calls must share to share a compiled program; `owner` names the kernel in errors.
 
-    Types are part of it because `1`, `1.0` and `True` are equal in Python; floats count by their bits, so that nan
-    finds itself again and -0.0 is not 0.0.
+    Types are part of it because `1`, `1.0` and `True` are equal in Python.
     """
-    key = (*statics[:2], *((type(x), x.hex() if type(x) is float else x) for x in statics.values))
+    key = (*statics[:2], *((type(x), scalar_key(x)) for x in statics.values))
     try:
         hash(key)
     except TypeError as error:

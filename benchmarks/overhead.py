@@ -1,0 +1,173 @@
+"""What ejkernel costs: eager calls, tracing, lowering and import, each as a ratio to plain JAX in one run.
+
+Run: python benchmarks/overhead.py [--out FILE]
+"""
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
+
+
+@dataclass(frozen=True)
+class Cfg:
+    block: int = 128
+
+
+def total(args, kwargs):
+    return sum(jax.tree.leaves((args, kwargs)))
+
+
+class Sum(Kernel[Cfg, jax.Array]):
+    def run(self, *args, cfg, scale=1.0, **kwargs):
+        return total(args, kwargs)
+
+    def heuristic_cfg(self, inv):
+        return Cfg()
+
+
+class SumVjp(Sum):
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return jax.tree.map(lambda x: cotangents[0], primals)
+
+
+class SumResiduals(Sum):
+    def fwd_with_residuals(self, *args, cfg, **kwargs):
+        return total(args, kwargs), None
+
+    def vjp(self, residuals, out, dout, *args, cfg, **kwargs):
+        return jax.tree.map(lambda x: dout, args)
+
+
+STYLES = {"no gradient": Sum, "custom_vjp": SumVjp, "fwd_with_residuals + vjp": SumResiduals}
+
+
+def plain_function(style):
+    f = lambda *args, **kwargs: total(args, kwargs)
+    if style is Sum:
+        return f
+    f = jax.custom_vjp(f)
+    f.defvjp(lambda *args: (total(args, {}), args), lambda args, dout: jax.tree.map(lambda x: dout, args))
+    return f
+
+
+def interleaved(functions, samples, calls):
+    """Median seconds a call of each function, measured in turns so that drift hits them alike."""
+    times = [[] for _ in functions]
+    for f in functions:
+        f()
+    for i in range(samples):
+        order = list(enumerate(functions))
+        for k, f in order if i % 2 else reversed(order):
+            start = time.perf_counter()
+            for _ in range(calls):
+                f()
+            times[k].append((time.perf_counter() - start) / calls)
+    return [statistics.median(t) for t in times]
+
+
+def eager_rows():
+    x = jnp.ones((8, 8))
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache()))
+    cases = {
+        "2 arrays": ((x, x), {}),
+        "16 arrays": ((x,) * 16, {}),
+        "64-leaf dict": (({f"w{i}": x for i in range(64)},), {}),
+        "keyword array": ((x,), {"bias": x}),
+        "static keyword": ((x, x), {"scale": 2.0}),
+    }
+    for name, (args, kwargs) in cases.items():
+        arrays = {k: v for k, v in kwargs.items() if not isinstance(v, float)}
+        for style_name, style in STYLES.items():
+            if kwargs and style is not Sum:
+                continue
+            kernel, plain = style(), jax.jit(plain_function(style))
+            variants = [
+                lambda p=plain, a=args, k=arrays: p(*a, **k),
+                lambda e=executor, n=kernel, a=args, k=kwargs: e(n, *a, **k),
+                lambda e=executor, n=kernel, a=args, k=kwargs, c=Cfg(): e(n, *a, cfg=c, **k),
+                lambda n=kernel, a=args, k=kwargs: n(*a, **k),
+            ]
+            base, call, explicit, direct = interleaved(variants, 41, 500)
+            yield f"{name}, {style_name}", base * 1e6, call / base, explicit / base, direct / base
+
+
+def trace_rows():
+    x = jnp.ones((8, 8))
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache()))
+
+    def chain(f):
+        def run(x):
+            for _ in range(100):
+                x = f(x, x)
+            return x
+
+        return run
+
+    for style_name, style in STYLES.items():
+        kernel, plain = style(), plain_function(style)
+        one = lambda: jax.jit(chain(plain)).trace(x)
+        two = lambda: jax.jit(chain(lambda a, b: executor(kernel, a, b))).trace(x)
+        base, ours = interleaved([one, two], 15, 1)
+        yield f"tracing 100 calls, {style_name}", base * 1e3, ours / base
+        one = lambda: jax.jit(chain(plain)).trace(x).lower()
+        two = lambda: jax.jit(chain(lambda a, b: executor(kernel, a, b))).trace(x).lower()
+        base, ours = interleaved([one, two], 15, 1)
+        yield f"tracing and lowering 100 calls, {style_name}", base * 1e3, ours / base
+
+
+def import_row():
+    def seconds(module):
+        code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+
+    base, ours = [], []
+    seconds("ejkernel.ops")
+    for _ in range(9):
+        base.append(seconds("jax"))
+        ours.append(seconds("ejkernel.ops"))
+    return "import ejkernel.ops / import jax", statistics.median(base) * 1e3, statistics.median(ours) / statistics.median(base)
+
+
+def report():
+    device = jax.devices()[0]
+    yield f"# Overhead against plain JAX, {date.today()}"
+    yield ""
+    yield f"`python benchmarks/overhead.py` · {device.device_kind} · {platform.processor() or platform.machine()} · "
+    yield f"Python {platform.python_version()} · JAX {jax.__version__}. Ratios of interleaved medians in one run."
+    yield ""
+    yield "| eager call | plain jitted call, µs | executor(kernel, …) | with cfg= | kernel(…) |"
+    yield "|---|---|---|---|---|"
+    for name, base, *ratios in eager_rows():
+        yield f"| {name} | {base:.2f} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |"
+    yield ""
+    yield "| what | plain JAX, ms | ratio |"
+    yield "|---|---|---|"
+    for name, base, ratio in [*trace_rows(), import_row()]:
+        yield f"| {name} | {base:.1f} | {ratio:.2f} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    lines = []
+    for line in report():
+        print(line, flush=True)
+        lines.append(line)
+    if out:
+        out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

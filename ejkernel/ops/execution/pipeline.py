@@ -1,0 +1,242 @@
+"""One call, while it is traced: prepare, select, differentiate, label, run, record."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+
+from ejkernel.ops import registry
+from ejkernel.ops.config.selection import heuristic
+from ejkernel.ops.core import autodiff, dispatch
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.utils.fingerprint import abstractify
+from ejkernel.ops.utils.meta import label_scope
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Choose = Callable[[Invocation[Any, Any], Kernel[Any, Any]], Any]
+
+
+class ConfigChooser(Protocol):
+    """Anything that chooses configs."""
+
+    def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        """The config to run `inv` with."""
+        ...
+
+
+class InputsWanted(Exception):  # noqa: N818 - control flow: never reaches a user
+    """The config is about to be measured, so the call's own data is wanted if there is any."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What is fixed about a call before it is traced."""
+
+    kernel: Kernel[Any, Any]
+    cfg: Any = None
+    vjp_cfg: Any = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One implementation that may serve a call, with the config that it would get."""
+
+    inv: Invocation[Any, Any]
+    platform: str
+    run: Callable[..., Any]
+    cfg: Any
+
+
+class Pipeline:
+    """The steps of a call, with the chooser that they ask."""
+
+    def __init__(self, chooser: ConfigChooser, stamp_prefix: str) -> None:
+        self.chooser = chooser
+        self.stamp_prefix = stamp_prefix
+        self._local = threading.local()
+
+    def run(self, fixed: Fixed, args: Args, kwargs: Kwargs) -> Any:
+        """Runs a call on what are usually tracers.
+
+        Raises:
+          InputsWanted: The chooser will measure; call again inside `with_inputs`.
+          UnsupportedCallError: No implementation serves the call.
+        """
+        kernel = fixed.kernel
+        args, kwargs = prepared(kernel, args, kwargs)
+        inv = replace(invocation(kernel, args, kwargs), override_cfg=fixed.cfg)
+        registry.note_traced(kernel, inv)
+        inv = self._with_data(inv, args, kwargs)
+        reasons: dict[str, str] = {}
+        for attempt in self.attempts(inv, reasons):
+            try:
+                return self._differentiable(fixed, attempt, args, kwargs)
+            except NotImplementedError as error:
+                reasons[attempt.platform] = str(error) or "not implemented"
+        raise dispatch.UnsupportedCallError(inv, reasons)
+
+    # --- Data for tuning ---
+
+    def needs_inputs(self, inv: Invocation[Any, Any]) -> bool:
+        """Whether choosing for `inv` would measure something."""
+        ask = getattr(self.chooser, "needs_inputs", None)
+        return ask is not None and ask(inv, inv.kernel)
+
+    def with_inputs(self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs, call: Callable[[], Any]) -> Any:
+        """`call()`, with the data that tuning will use within reach of the trace, if it is more than tracers."""
+        self._local.inputs = ((), {}) if any_tracer(args, kwargs) else prepared(kernel, args, kwargs)
+        try:
+            return call()
+        finally:
+            self._local.inputs = None
+
+    def _with_data(self, inv: Invocation[Any, Any], args: Args, kwargs: Kwargs) -> Invocation[Any, Any]:
+        # Taken, not read: a kernel may call other kernels, and these inputs are not theirs.
+        inputs, self._local.inputs = getattr(self._local, "inputs", None), None
+        if inputs is None and self.needs_inputs(inv):
+            if any_tracer(args, kwargs):
+                raise InputsWanted
+            inputs = args, kwargs
+        return replace(inv, args=inputs[0], kwargs=inputs[1]) if inputs and (inputs[0] or inputs[1]) else inv
+
+    # --- Choosing an implementation and its config ---
+
+    def attempts(
+        self, inv: Invocation[Any, Any], reasons: dict[str, str], choose: Choose | None = None
+    ) -> Iterator[Attempt]:
+        """The implementations that may serve `inv`, best first; `reasons` collects why the others may not."""
+        kernel, explicit = inv.kernel, inv.override_cfg
+        assert kernel is not None
+        if (forced := dispatch.forced_platform(kernel, explicit)) is not None:
+            yield from self._forced(inv, forced, explicit, reasons)
+            return
+        choose = choose or self.chooser.choose
+        for platform, run in dispatch.implementations(kernel, inv.context):
+            here = replace(inv, platform=platform)
+            if (reason := dispatch.refusal(kernel, here, platform)) is not None:
+                reasons[platform] = reason
+                continue
+            cfg = explicit if explicit is not None else choose(here, kernel)
+            named = dispatch.forced_platform(kernel, cfg)
+            if named not in (None, platform):
+                yield from self._forced(inv, named, cfg, reasons)
+                # The backend that was chosen cannot serve after all: go on with this one's guess.
+                cfg = heuristic(here, kernel)
+                if dispatch.forced_platform(kernel, cfg) not in (None, platform):
+                    continue
+            yield Attempt(here, platform, run, cfg)
+
+    def _forced(
+        self, inv: Invocation[Any, Any], platform: str, cfg: Any, reasons: dict[str, str]
+    ) -> Iterable[Attempt]:
+        assert inv.kernel is not None
+        here = replace(inv, platform=platform)
+        run = dispatch.forced_implementation(inv.kernel, inv.context, platform)
+        if (reason := dispatch.refusal(inv.kernel, here, platform)) is not None:
+            reasons[platform] = reason
+            return ()
+        return (Attempt(here, platform, run, cfg),)
+
+    # --- Gradients ---
+
+    def _differentiable(self, fixed: Fixed, attempt: Attempt, args: Args, kwargs: Kwargs) -> Any:
+        kernel = fixed.kernel
+        primal = partial(self._labelled, attempt, attempt.run)
+        if _residual_pair(kernel, attempt) is not None:
+            forward, backward = partial(self._forward, fixed, attempt), partial(self._vjp, fixed)
+        elif hasattr(kernel, "custom_vjp"):
+            forward = lambda *a, **k: (primal(*a, **k), autodiff.Note(attempt))
+            backward = partial(self._custom_vjp, fixed)
+        else:
+            return primal(*args, **kwargs)
+        return autodiff.with_gradient(kernel.op_id, primal, forward, backward, args, kwargs)
+
+    def _labelled(self, attempt: Attempt, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with label_scope(attempt.inv, self.stamp_prefix):
+            return method(*args, cfg=attempt.cfg, **kwargs)
+
+    def _forward(self, fixed: Fixed, first: Attempt, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """`fwd_with_residuals` of the attempt that serves the call, or of the next one that can."""
+        reasons: dict[str, str] = {}
+        others = (a for a in self.attempts(first.inv, reasons) if a.platform != first.platform)
+        for attempt in itertools.chain([first], others):
+            pair = _residual_pair(fixed.kernel, attempt)
+            if pair is None:
+                continue
+            try:
+                out, residuals = self._labelled(attempt, pair[0], *args, **kwargs)
+            except NotImplementedError as error:
+                reasons[attempt.platform] = str(error) or "not implemented"
+            else:
+                return out, (residuals, out, autodiff.Note(attempt))
+        raise dispatch.UnsupportedCallError(first.inv, reasons)
+
+    def _vjp(self, fixed: Fixed, saved: Any, cotangent: Any, args: Args, kwargs: Kwargs) -> Any:
+        residuals, out, note = saved
+        attempt = self._backward_attempt(fixed, note.value)
+        pair = _residual_pair(fixed.kernel, attempt)
+        if pair is None:
+            raise KernelDefinitionError(
+                f"{attempt.inv.op_id}: the backward's config names platform {attempt.platform!r}, for which the kernel "
+                "has no fwd_with_residuals and vjp."
+            )
+        return self._labelled(attempt, partial(pair[1], residuals, out, cotangent), *args, **kwargs)
+
+    def _custom_vjp(self, fixed: Fixed, note: Any, cotangent: Any, args: Args, kwargs: Kwargs) -> Any:
+        attempt = self._backward_attempt(fixed, note.value)
+        cotangents = tuple(cotangent) if isinstance(cotangent, (tuple, list)) else (cotangent,)
+        custom_vjp: Callable[..., Any] = fixed.kernel.custom_vjp  # pyright: ignore[reportAttributeAccessIssue]
+        with label_scope(attempt.inv, self.stamp_prefix):
+            return custom_vjp(args, attempt.cfg, kwargs, cotangents)
+
+    def _backward_attempt(self, fixed: Fixed, forward: Attempt) -> Attempt:
+        """The forward's attempt, or one with the backward's own config and label if the kernel has them."""
+        backward = BackwardKernel.of(fixed.kernel)
+        if backward is None:
+            return forward
+        inv = backward_invocation(backward, forward.inv)
+        registry.note_traced(backward, inv)
+        cfg = fixed.vjp_cfg if fixed.vjp_cfg is not None else self.chooser.choose(inv, backward)
+        platform = dispatch.forced_platform(fixed.kernel, cfg) or forward.platform
+        return Attempt(inv, platform, forward.run, cfg)
+
+
+def _residual_pair(kernel: Kernel[Any, Any], attempt: Attempt) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """`fwd_with_residuals` and `vjp` for the platform of an attempt, if the kernel has both."""
+    found = [dispatch.find(kernel, m, attempt.inv.context, attempt.platform) for m in ("fwd_with_residuals", "vjp")]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def backward_invocation(backward: BackwardKernel, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
+    """The backward of a forward call: the same arguments, without their data."""
+    abstract = {"args": inv.abstract_args, "kwargs": inv.abstract_kwargs}
+    return replace(inv, kernel=backward, op_id=backward.op_id, override_cfg=None, **abstract)
+
+
+def invocation(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Invocation[Any, Any]:
+    """The call that is being traced, without its tracers."""
+    context = dispatch.current_context()
+    return Invocation(kernel=kernel, args=abstractify(args), kwargs=abstractify(kwargs), context=context)
+
+
+def prepared(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """What `kernel.prepare` makes of the arguments."""
+    result = kernel.prepare(*args, **kwargs)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise KernelDefinitionError(
+            f"{kernel.op_id}: prepare must return (args, kwargs), a sequence and a dict, got {type(result).__name__}."
+        )
+    return tuple(result[0]), result[1]
+
+
+def any_tracer(args: Args, kwargs: Kwargs) -> bool:
+    """Whether some argument has no value yet."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))

@@ -1,0 +1,171 @@
+"""From an eager call to its compiled program: JAX's own dispatch does the work, if it is given only arrays.
+
+Three ways to call, each tried only when the one before it cannot serve the arguments: let JAX flatten everything;
+take top-level Python scalars out first; flatten everything here and take every static leaf out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import jax
+
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.utils import arguments
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Trace = Callable[[Args, Kwargs], Any]
+
+MAX_VARIANTS = 4096
+"""A static value that changes at every call must not fill the memory; JAX's own caches have this size too."""
+
+_SCALARS = frozenset({bool, int, float, complex, str, type, FunctionType, BuiltinFunctionType})
+
+
+class StaticFound(Exception):  # noqa: N818 - control flow: never reaches a user
+    """While tracing: an argument is a Python scalar, which is static here and an array to `jax.jit`."""
+
+
+class Program:
+    """Every compiled variant of one kernel with one fixed config, or with none.
+
+    `call` raises StaticFound or TypeError for arguments that are not all arrays; then `recover` serves them, and has
+    `call` do so from then on. `before`, if given, sees the arguments of every call.
+    """
+
+    __slots__ = ("_before", "_bound", "_optimistic", "_split", "_trace", "call", "kernel")
+
+    def __init__(self, kernel: Kernel[Any, Any], trace: Trace, before: Callable[..., None] | None = None) -> None:
+        self.kernel = kernel
+        self._trace = trace
+        self._before = before
+        self._bound: dict[Hashable, Callable[..., Any] | None] = {}
+        self._split: dict[Hashable, Callable[..., Any]] = {}
+        self._optimistic: Any = self._new_optimistic((), ()) if kernel.jit else lambda *a, **k: trace(a, k)
+        self.call: Callable[..., Any] = self._observed(self._optimistic)
+
+    def recover(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
+        """Serves a call that `call` could not, or raises `error` if it was not about static arguments."""
+        if not self.kernel.jit or not _has_static(error, args, kwargs):
+            raise error
+        self.call = self._observed(self._call_bound)
+        return self._call_bound(*args, **kwargs)
+
+    def _observed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        if self._before is None:
+            return call
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            assert self._before is not None
+            self._before(args, kwargs)
+            return call(*args, **kwargs)
+
+        return observed
+
+    def compile(self, args: Args, kwargs: Kwargs) -> None:
+        """Compiles the variant for these arguments, which may be abstract, so that the first call need not."""
+        if not self.kernel.jit:
+            return
+        try:
+            self._optimistic.lower(*args, **kwargs).compile()
+        except (StaticFound, TypeError) as error:
+            if not _has_static(error, args, kwargs):
+                raise
+            self.call = self._observed(self._call_bound)
+            key, args_left, kwargs_left = self._bind(args, kwargs)
+            try:
+                self._variant(key, args, kwargs).lower(*args_left, **kwargs_left).compile()
+            except (StaticFound, TypeError) as error:
+                if not _has_static(error, args_left, kwargs_left):
+                    raise
+                self._bound[key] = None
+                arrays, statics = arguments.split((args, kwargs))
+                self._split_variant(statics).lower(arrays).compile()
+
+    def _new_optimistic(self, static_args: Any, static_kwargs: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(_looks_static(x) for x in jax.tree.leaves((args, kwargs))):
+                raise StaticFound
+            merged = list(args)
+            for index, value in static_args:
+                merged[index] = value
+            return self._trace(tuple(merged), {**kwargs, **dict(static_kwargs)})
+
+        return jax.jit(_named(call, self.kernel))
+
+    def _call_bound(self, *args: Any, **kwargs: Any) -> Any:
+        key, args_left, kwargs_left = self._bind(args, kwargs)
+        variant = self._variant(key, args, kwargs)
+        if variant is not None:
+            try:
+                return variant(*args_left, **kwargs_left)
+            except (StaticFound, TypeError) as error:
+                if not _has_static(error, args_left, kwargs_left):
+                    raise
+                self._bound[key] = None
+        arrays, statics = arguments.split((args, kwargs))
+        return self._split_variant(statics)(arrays)
+
+    def _bind(self, args: Args, kwargs: Kwargs) -> tuple[Hashable, list[Any], Kwargs]:
+        """Top-level scalars as a key, and the arguments without them."""
+        key: list[Hashable] = []
+        args_left, kwargs_left = list(args), {}
+        for index, value in enumerate(args):
+            if type(value) in _SCALARS:
+                key.append((index, type(value), arguments.scalar_key(value)))
+                args_left[index] = None
+        for name, value in kwargs.items():
+            if type(value) in _SCALARS:
+                key.append((name, type(value), arguments.scalar_key(value)))
+            else:
+                kwargs_left[name] = value
+        return tuple(key), args_left, kwargs_left
+
+    def _variant(self, key: Hashable, args: Args, kwargs: Kwargs) -> Any:
+        try:
+            return self._bound[key]
+        except KeyError:
+            static_args = [(i, x) for i, x in enumerate(args) if type(x) in _SCALARS]
+            static_kwargs = [(k, x) for k, x in kwargs.items() if type(x) in _SCALARS]
+            return _bounded(self._bound, key, self._new_optimistic(static_args, static_kwargs))
+
+    def _split_variant(self, statics: arguments.Statics) -> Any:
+        key = arguments.static_key(self.kernel.op_id, statics)
+        found = self._split.get(key)
+        if found is None:
+            call = partial(self._call_merged, statics)
+            found = _bounded(self._split, key, jax.jit(_named(call, self.kernel)))
+        return found
+
+    def _call_merged(self, statics: arguments.Statics, arrays: list[Any]) -> Any:
+        return self._trace(*arguments.merge(arrays, statics))
+
+
+def _bounded(table: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+    if len(table) >= MAX_VARIANTS:
+        table.clear()
+    return table.setdefault(key, value)
+
+
+def _has_static(error: Exception, args: Any, kwargs: Kwargs) -> bool:
+    """Whether an error may come from static arguments, rather than from the kernel itself."""
+    return isinstance(error, StaticFound) or not all(map(arguments.is_array, jax.tree.leaves((args, kwargs))))
+
+
+def _looks_static(x: Any) -> bool:
+    """Whether a traced leaf may have been a Python scalar: weakly typed, or a bool, which never is."""
+    if not arguments.is_array(x):
+        return True
+    aval = jax.typeof(x)
+    return aval.shape == () and (getattr(aval, "weak_type", False) or aval.dtype == bool)
+
+
+def _named(fn: Any, kernel: Kernel[Any, Any]) -> Any:
+    """`fn` under the kernel's name, which profiles and compiled programs show."""
+    fn.__name__ = fn.__qualname__ = re.sub(r"\W", "_", kernel.op_id)
+    return fn
