@@ -1,9 +1,13 @@
 """The only place that knows how JAX 0.10, 0.11 and 0.12 differ."""
 
+import contextlib
+import enum
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import pmap as _pmap
 
 # --- Manual axes (shard_map, pmap) ---
@@ -44,3 +48,62 @@ def cupti() -> Any | None:
     except ImportError:
         return None
     return getattr(mosaic_gpu, "_mosaic_gpu_ext", None)
+
+
+# --- Config of a thread ---
+
+# Left behind when work moves to another thread or process: what a transformation sets while it traces, and guards that
+# are about the caller's own code.
+_STAYS_BEHIND = frozenset(
+    {
+        "check_vma",
+        "eager_constant_folding",
+        "jax_array_garbage_collection_guard",
+        "jax_check_tracer_leaks",
+        "jax_disable_jit",
+        "jax_no_collectives",
+        "jax_no_execution",
+        "jax_no_tracing",
+        "jax_thread_guard",
+        "jax_transfer_guard",
+        "jax_transfer_guard_device_to_device",
+        "jax_transfer_guard_device_to_host",
+        "jax_transfer_guard_host_to_device",
+    }
+)
+# Contexts that are no options, but change what is compiled. Meshes and axes are not among them: they are the caller's.
+_CONTEXTS = ("compute_on_context_manager", "xla_metadata_context_manager", "pallas_tpu_interpret_mode_context_manager")
+
+
+def thread_config() -> list[tuple[Any, Any]]:
+    """What `with jax.enable_x64(True)` and its like have set in this thread alone; for `entered_config` in another."""
+    states = [state for name, state in _config.config_states.items() if name not in _STAYS_BEHIND]
+    contexts = [getattr(_config, name) for name in _CONTEXTS if hasattr(_config, name)]
+    local = [(state, state.get_local()) for state in (*states, *contexts)]
+    return [(state, value) for state, value in local if value is not _config.config_ext.unset]
+
+
+@contextlib.contextmanager
+def entered_config(captured: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Sets in this thread what `thread_config` found in another."""
+    with contextlib.ExitStack() as stack:
+        for state, value in captured:
+            if isinstance(state, _config.State):
+                stack.enter_context(state(value))
+            else:
+                stack.callback(state.set_local, state.swap_local(value))
+        yield
+
+
+def config_values() -> dict[str, Any]:
+    """The options in force in this thread, as plain values that another process can take over."""
+    values = {name: state.value for name, state in _config.config_states.items() if name not in _STAYS_BEHIND}
+    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str | None)}
+
+
+def set_config_values(values: dict[str, Any]) -> None:
+    """Takes over the options of another process; those that this JAX does not have, or has already, are left alone."""
+    for name, value in config_values().items():
+        if name in values and values[name] != value:
+            jax.config.update(name, values[name])
