@@ -1,0 +1,100 @@
+"""What the Hopper flash-attention kernels may be tuned over, and what the chip allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+SMEM_LIMIT_BYTES = 232_448  # What one block may ask for on sm90.
+REGISTER_FILE = 65_536  # 32-bit registers of one SM; a launch splits them among its threads.
+WARPGROUP = 128
+WGMMA_ROWS = 64
+_BARRIER_BYTES = 1_024  # All mbarriers of a block, with the alignment padding around them.
+
+Schedule = Literal["persistent", "grid"]
+_SCHEDULES: tuple[Schedule, ...] = ("persistent", "grid")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MosaicFwdConfig:
+    """One way to run the forward kernel.
+
+    Attributes:
+      consumers: Warpgroups that compute; each owns 64 query rows of a tile.
+      block_kv: Keys in one step; a multiple of 64.
+      stages: K/V tiles in flight.
+      schedule: `persistent` runs one block per SM over a precomputed list of tiles, so that loads of the next
+        tile overlap the epilogue of this one; `grid` launches one block per tile.
+      head_group: Heads whose tiles are handed out together, longest first. 0 picks as many as keep their K and V
+        in half of the L2 cache.
+      ping_pong: Whether warpgroups take turns at the matrix units, so that one's softmax runs under another's products.
+      share_qo: Whether the output leaves through the memory of Q, which makes room for larger tiles but holds up the
+        next tile's Q until the store has read it.
+    """
+
+    consumers: int = 2
+    block_kv: int = 128
+    stages: int = 2
+    schedule: Schedule = "persistent"
+    head_group: int = 0
+    ping_pong: bool = True
+    share_qo: bool = False
+
+    @property
+    def block_q(self) -> int:
+        return self.consumers * WGMMA_ROWS
+
+    @property
+    def consumer_registers(self) -> int:
+        return {1: 240, 2: 240, 3: 160}[self.consumers]
+
+    @property
+    def producer_registers(self) -> int:
+        return {1: 24, 2: 24, 3: 32}[self.consumers]
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of one block: Q and O tiles, the K and V rings, the log-sum-exp row."""
+        q_and_o = (1 if self.share_qo else 2) * self.block_q * head_dim * 2
+        rings = 2 * self.stages * self.block_kv * head_dim * 2
+        return q_and_o + rings + self.block_q * 4 + _BARRIER_BYTES
+
+    def live_registers(self, head_dim: int) -> int:
+        """Registers a consumer thread holds at its widest point: scores, weights, output, and some 24 for the rest."""
+        scores, weights, output = self.block_kv // 2, self.block_kv // 4, head_dim // 2
+        return scores + weights + output + 24
+
+    def unfit(self, head_dim: int) -> str | None:
+        """Says why this config cannot run at `head_dim`, or `None` if it can."""
+        if self.consumers not in (1, 2, 3):
+            return f"consumers must be 1, 2 or 3, got {self.consumers}"
+        if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
+            return f"block_kv must be 64, 128, 192 or 256, got {self.block_kv}"
+        if self.stages < 2:
+            return f"stages must be at least 2, got {self.stages}"
+        if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
+            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
+        if (live := self.live_registers(head_dim)) > self.consumer_registers:
+            return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
+        return None
+
+
+def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
+    """Yields the forward configs that fit the chip at `head_dim`."""
+    axes = itertools.product((2, 3), (64, 128, 192, 256), (2, 3, 4), (False, True), _SCHEDULES)
+    for consumers, block_kv, stages, share_qo, schedule in axes:
+        cfg = MosaicFwdConfig(
+            consumers=consumers, block_kv=block_kv, stages=stages, share_qo=share_qo, schedule=schedule
+        )
+        if cfg.unfit(head_dim) is None:
+            yield cfg
+
+
+def default_forward(head_dim: int) -> MosaicFwdConfig:
+    """Returns the config to use untuned."""
+    if head_dim <= 64:
+        return MosaicFwdConfig(consumers=3, block_kv=128, stages=2)
+    if head_dim <= 128:
+        return MosaicFwdConfig(consumers=2, block_kv=128, stages=2)
+    return MosaicFwdConfig(consumers=2, block_kv=64, stages=2, share_qo=True)

@@ -1,0 +1,366 @@
+"""Flash attention for Hopper: the forward pass.
+
+One producer warpgroup feeds K and V tiles through shared memory; two or three consumer warpgroups own 64 query rows
+each. A consumer issues the scores of the next key tile before it waits for the output product of this one, and
+consumers take turns at the matrix units. `docs/hopper.md` says what each of these choices gave.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward
+from ejkernel.kernels.flash_attention.mosaic_mask import Band
+from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit
+
+_LOG2E = math.log2(math.e)
+_SMS = 132
+_L2_BUDGET_BYTES = 24 << 20  # About half of the L2 cache; the rest is in use by Q and O.
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_COLS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def flash_attention_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float | None = None,
+    lower: int | None = None,
+    upper: int | None = None,
+    soft_cap: float | None = None,
+    cfg: MosaicFwdConfig | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns attention output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`, in units of log2.
+
+    `lower` and `upper` bound `key - query`; `upper=0` is causal. A row that sees no key gives zeros and a
+    log-sum-exp of +inf, so that its weights vanish in the backward pass.
+    """
+    batch, q_len, heads, head_dim = q.shape
+    _, kv_len, kv_heads, _ = k.shape
+    cfg = cfg or default_forward(head_dim)
+    scale = head_dim**-0.5 if scale is None else scale
+    band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
+    table = tile_table(
+        heads=batch * heads,
+        steps=band.steps(cfg.block_q, cfg.block_kv),
+        blocks=_SMS,
+        head_group=cfg.head_group or _head_group(k, heads // kv_heads),
+        persistent=cfg.schedule == "persistent",
+    )
+    body = functools.partial(
+        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, group=heads // kv_heads, mma=MatrixUnit(bool(interpret))
+    )
+    q_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
+    kv_tile = (cfg.stages, cfg.block_kv, head_dim)
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)),
+        grid=(table.shape[0],),
+        grid_names=("block",),
+        num_threads=cfg.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            q_smem=plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
+            o_smem=None if cfg.share_qo else plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
+            k_smem=plgpu.SMEM(kv_tile, k.dtype, transforms=_SWIZZLED),
+            v_smem=plgpu.SMEM(kv_tile, v.dtype, transforms=_SWIZZLED),
+            lse_smem=plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_barriers=cfg.consumers),
+            q_free=plgpu.Barrier(num_barriers=cfg.consumers),
+            k_full=plgpu.Barrier(num_barriers=cfg.stages),
+            v_full=plgpu.Barrier(num_barriers=cfg.stages),
+            k_free=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+            v_free=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+            turn=plgpu.Barrier(num_barriers=cfg.consumers),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+    )(q, k, v, jnp.asarray(table))
+
+
+def _head_group(k: jax.Array, group: int) -> int:
+    """Returns how many query heads read about `_L2_BUDGET_BYTES` of K and V."""
+    _, kv_len, _, head_dim = k.shape
+    kv_heads = max(_L2_BUDGET_BYTES // (2 * kv_len * head_dim * k.dtype.itemsize), 1)
+    return kv_heads * group
+
+
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    o_ref,
+    lse_ref,
+    *,
+    cfg: MosaicFwdConfig,
+    band: Band,
+    scale: float,
+    soft_cap: float | None,
+    group: int,
+    mma: MatrixUnit,
+    q_smem,
+    o_smem,
+    k_smem,
+    v_smem,
+    lse_smem,
+    q_full,
+    q_free,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn,
+):
+    block = lax.axis_index("block")
+    wg = lax.axis_index("warpgroup")
+    tiles = table_ref[block, 0]
+    heads, head_dim = q_ref.shape[2], q_ref.shape[3]
+    rows_per_head = -(-band.q_len // cfg.block_q)
+    block_kv, stages = cfg.block_kv, cfg.stages
+
+    def decode(i):
+        """Returns batch, head, first query row, first and last key block of the block's tile `i`."""
+        tile = table_ref[block, i + 1]
+        flat = lax.div(tile, jnp.int32(rows_per_head))
+        row = lax.rem(tile, jnp.int32(rows_per_head)) * cfg.block_q
+        start, end = band.blocks(row, cfg.block_q, block_kv)
+        return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    @pl.when(wg == cfg.consumers)
+    def _produce():
+        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
+
+        def load(ref, smem, full, free, batch, kv_head, kv_block, step):
+            slot = slot_of(step)
+            plgpu.barrier_wait(free.at[slot])
+            rows = pl.ds(kv_block * block_kv, block_kv)
+            plgpu.copy_gmem_to_smem(ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+
+        def tile(i, step):
+            batch, head, row, start, end = decode(i)
+            kv_head = lax.div(head, jnp.int32(group))
+            load(k_ref, k_smem, k_full, k_free, batch, kv_head, end - 1, step)
+            for c in range(cfg.consumers):
+                plgpu.barrier_wait(q_free.at[c])
+                rows = pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS)
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[c], q_full.at[c])
+            load(v_ref, v_smem, v_full, v_free, batch, kv_head, end - 1, step)
+
+            def rest(s, _):
+                load(k_ref, k_smem, k_full, k_free, batch, kv_head, end - 1 - s, step + s)
+                load(v_ref, v_smem, v_full, v_free, batch, kv_head, end - 1 - s, step + s)
+
+            lax.fori_loop(1, end - start, rest, None)
+            return step + (end - start)
+
+        lax.fori_loop(0, tiles, tile, jnp.int32(0))
+        # Nothing may be left unseen on a barrier when the block ends; the interpreter insists on it.
+        for free in (k_free, v_free):
+            for s in range(stages):
+                plgpu.barrier_wait(free.at[s])
+        for c in range(cfg.consumers):
+            plgpu.barrier_wait(q_free.at[c])
+
+    @pl.when(wg < cfg.consumers)
+    def _consume():
+        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
+        q_tile, lse_tile = q_smem.at[wg], lse_smem.at[wg]
+        o_tile = q_tile if cfg.share_qo else o_smem.at[wg]
+        # Every buffer starts free, and the first turn belongs to the first warpgroup.
+        plgpu.barrier_arrive(q_free.at[wg])
+        for s in range(stages):
+            plgpu.barrier_arrive(k_free.at[s])
+            plgpu.barrier_arrive(v_free.at[s])
+        if cfg.ping_pong:
+            pl.when(wg == cfg.consumers - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        next_wg = lax.rem(wg + 1, jnp.int32(cfg.consumers))
+
+        def take_turn():
+            if cfg.ping_pong:
+                plgpu.barrier_wait(turn.at[wg])
+
+        def pass_turn():
+            if cfg.ping_pong:
+                plgpu.barrier_arrive(turn.at[next_wg])
+
+        exponent_scale = _LOG2E if soft_cap is not None else scale * _LOG2E
+
+        def capped(s):
+            return s if soft_cap is None else soft_cap * jnp.tanh(s * (scale / soft_cap))
+
+        def masked(s, row, col):
+            cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+            # Where row 0 of the strip sits, in columns of this block; the bounds are vectors, two registers a thread.
+            rows = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_ROWS) + (row - col)
+
+            def bound(offset):
+                return lax.broadcast_in_dim(rows + offset, s.shape, [0])
+
+            if band.upper is not None:
+                s = jnp.where(cols <= bound(band.upper), s, -jnp.inf)
+            if band.lower is not None:
+                s = jnp.where(cols >= bound(band.lower), s, -jnp.inf)
+            if band.kv_len % block_kv:
+                s = jnp.where(cols < band.kv_len - col, s, -jnp.inf)
+            return s
+
+        def softmax(s, m, l, row, col, mask: bool):
+            """Returns weights, the new maximum, the new partial sums, and what the old output is to be scaled by."""
+            s = capped(s)
+            if mask:
+                s = masked(s, row, col)
+            m_new = jnp.maximum(m, s.max(axis=1))
+            # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
+            shift = (jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new) * exponent_scale
+            p = jnp.exp2(s * exponent_scale - lax.broadcast_in_dim(shift, s.shape, [0]))
+            alpha = jnp.exp2(m * exponent_scale - shift)
+            # Sums stay apart per column of a quad until the end: adding across lanes is left out of the loop.
+            l = l * lax.broadcast_in_dim(alpha, l.shape, [0])
+            for c in range(0, block_kv, 8):
+                l = l + p[:, c : c + 8]
+            return p, m_new, l, alpha
+
+        def tile(i, step):
+            batch, head, row, start, end = decode(i)
+            row = row + wg * WGMMA_ROWS
+            own_start, own_end = band.blocks(row, WGMMA_ROWS, block_kv)
+            own_end = jnp.minimum(own_end, end)
+            own_start = jnp.minimum(own_start, own_end - 1)
+            skip = end - own_end
+
+            def drain(s, _):
+                """Lets a key block pass that this warpgroup has no use for."""
+                slot = slot_of(step + s)
+                take_turn()
+                pass_turn()
+                for full, free in ((k_full, k_free), (v_full, v_free)):
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_arrive(free.at[slot])
+
+            needs_mask = band.lower is not None or band.upper is not None or band.kv_len % block_kv != 0
+            uneven = cfg.consumers > 1 and (band.lower is not None or band.upper is not None)
+            if uneven:
+                lax.fori_loop(0, skip, drain, None)
+
+            plgpu.barrier_wait(q_full.at[wg])
+            first_slot = slot_of(step + skip)
+            plgpu.barrier_wait(k_full.at[first_slot])
+
+            def first(s_acc):
+                take_turn()
+                mma.multiply(s_acc, q_tile, k_smem.at[first_slot], b_t=True)
+                pass_turn()
+                return mma.result(s_acc)
+
+            s = mma.scoped(first, (WGMMA_ROWS, block_kv))
+            plgpu.barrier_arrive(k_free.at[first_slot])
+            m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), _ROWS)
+            l = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+            o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+            p, m, l, _ = softmax(s, m, l, row, (own_end - 1) * block_kv, needs_mask)
+            p = p.astype(v_ref.dtype)
+            take_turn()
+
+            def advance(s, carry, mask: bool):
+                o, m, l, p = carry
+                slot, last_slot = slot_of(step + s), slot_of(step + s - 1)
+                plgpu.barrier_wait(k_full.at[slot])
+
+                def products(s_acc, o_acc):
+                    mma.start_from(o_acc, o)
+                    mma.multiply(s_acc, q_tile, k_smem.at[slot], b_t=True)
+                    plgpu.barrier_wait(v_full.at[last_slot])
+                    mma.multiply(o_acc, p, v_smem.at[last_slot])
+                    pass_turn()
+                    scores = mma.result(s_acc, in_flight=1)
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    p_new, m_new, l_new, alpha = softmax(scores, m, l, row, (end - 1 - s) * block_kv, mask)
+                    p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
+                    # Waiting for the turn here, and not just before the products, also keeps ptxas from moving the
+                    # wait for the output product up into the softmax: it does not move it over a branch.
+                    take_turn()
+                    o_new = mma.result(o_acc)
+                    plgpu.barrier_arrive(v_free.at[last_slot])
+                    o_new = o_new * lax.broadcast_in_dim(alpha, o_new.shape, [0])
+                    return o_new, m_new, l_new, p_new.astype(v_ref.dtype)
+
+                return mma.scoped(products, (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim))
+
+            # Steps count from the last key block of the whole tile. The block on the diagonal was the first; with an
+            # edge that cuts blocks at another place, more of them need the mask.
+            done, carry = skip + 1, (o, m, l, p)
+            stop = end - own_start
+            masked_step = functools.partial(advance, mask=True)
+            if band.upper is not None and band.upper % WGMMA_ROWS:
+                clear_end = lax.div(jnp.clip(row + (band.upper + 1), 0, band.kv_len), jnp.int32(block_kv))
+                clear = jnp.clip(end - clear_end, done, stop)
+                carry = lax.fori_loop(done, clear, masked_step, carry)
+                done = clear
+            clear = stop
+            if band.lower is not None:
+                clear_start = lax.div(
+                    jnp.maximum(row + (WGMMA_ROWS - 1 + band.lower), 0) + (block_kv - 1), jnp.int32(block_kv)
+                )
+                clear = jnp.clip(end - clear_start, done, stop)
+            carry = lax.fori_loop(done, clear, functools.partial(advance, mask=False), carry)
+            if band.lower is not None:
+                carry = lax.fori_loop(clear, stop, masked_step, carry)
+            o, m, l, p = carry
+            if not cfg.share_qo:
+                plgpu.barrier_arrive(q_free.at[wg])
+
+            last_slot = slot_of(step + stop - 1)
+            plgpu.barrier_wait(v_full.at[last_slot])
+
+            def last(o_acc):
+                mma.start_from(o_acc, o)
+                mma.multiply(o_acc, p, v_smem.at[last_slot])
+                pass_turn()
+                return mma.result(o_acc)
+
+            o = mma.scoped(last, (WGMMA_ROWS, head_dim))
+            plgpu.barrier_arrive(v_free.at[last_slot])
+            if band.lower is not None and uneven:
+                lax.fori_loop(stop, end - start, drain, None)
+
+            l = l.sum(axis=1)
+            empty = l == 0.0
+            inverse = jnp.where(empty, 0.0, 1.0 / l)
+            lse = jnp.where(empty, jnp.inf, m * exponent_scale + jnp.log2(l))
+            o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_tile[...] = o.astype(o_ref.dtype)
+            lse_tile[...] = lse
+            plgpu.commit_smem()
+            rows = pl.ds(row, WGMMA_ROWS)
+            plgpu.copy_smem_to_gmem(o_tile, o_ref.at[batch, rows, head])
+            plgpu.copy_smem_to_gmem(lse_tile, lse_ref.at[batch, head, rows])
+            if cfg.share_qo:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_free.at[wg])
+            return step + (end - start)
+
+        lax.fori_loop(0, tiles, tile, jnp.int32(0))
+        pl.when(wg == 0)(take_turn)
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,60 @@
+"""Asynchronous matrix products, with a stand-in for JAX's GPU interpreter.
+
+The interpreter (`plgpu.InterpretGPUParams`) knows neither products with the left operand in registers nor
+accumulators that start from a value, so there the products are plain `jnp.dot`s on what the references hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@dataclasses.dataclass(slots=True)
+class _Emulated:
+    """An accumulator that holds its value."""
+
+    value: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatrixUnit:
+    """What a warpgroup's products run on."""
+
+    interpret: bool
+
+    def scoped(self, body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+        """Calls `body` with one float32 accumulator of zeros per shape and returns what it returns."""
+        if self.interpret:
+            return body(*(_Emulated(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+        return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+    def start_from(self, acc: Any, value: jax.Array) -> None:
+        """Makes `acc` hold `value`; no product on it may be in flight."""
+        if self.interpret:
+            acc.value = value
+        else:
+            acc[...] = value
+
+    def multiply(self, acc: Any, a: Any, b: Any, *, a_t: bool = False, b_t: bool = False) -> None:
+        """Issues `acc += a @ b`; `a` is a value or a reference, `b` a reference."""
+        if self.interpret:
+            a_value = a if isinstance(a, jax.Array) else a[...]
+            b_value = b[...]
+            contract = ((0 if a_t else 1,), (1 if b_t else 0,))
+            acc.value += lax.dot_general(a_value, b_value, (contract, ((), ())), preferred_element_type=jnp.float32)
+        else:
+            plgpu.wgmma(acc, a.transpose((1, 0)) if a_t else a, b.transpose((1, 0)) if b_t else b)
+
+    def result(self, acc: Any, *, in_flight: int = 0) -> jax.Array:
+        """Waits until at most `in_flight` later products run, and returns the accumulator."""
+        if self.interpret:
+            return acc.value
+        return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
