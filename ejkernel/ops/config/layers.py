@@ -129,14 +129,22 @@ class PackLayer:
 
     def _read(self) -> dict[Place, StoredEntry]:
         try:
-            pack = packs.read(self.source)
-        except (packs.PackError, OSError) as e:
-            warnings.warn(f"pack {self.source}: {e} It is left out.", StoreWarning, stacklevel=4)
+            return {entry.place: entry for entry in self.load()}
+        except packs.PackError as e:
+            warnings.warn(f"pack {e} It is left out.", StoreWarning, stacklevel=5)
             return {}
-        for problem in pack.problems:
-            warnings.warn(f"pack {self.source}: {problem} It is left out.", StoreWarning, stacklevel=4)
+
+    def load(self) -> list[StoredEntry]:
+        """Entries that can be read; the others with a warning.
+
+        Raises:
+          PackError: The pack as a whole cannot.
+        """
+        pack = packs.read(self.source)
         self.name = pack.name
-        return {e.place: e for e in pack.entries}
+        for problem in pack.problems:
+            warnings.warn(f"pack {self.source}: {problem} It is left out.", StoreWarning, stacklevel=6)
+        return pack.entries
 
 
 def layers_of(source: str | os.PathLike[str]) -> list[Layer]:
@@ -148,3 +156,20 @@ def layers_of(source: str | os.PathLike[str]) -> list[Layer]:
     if path.is_dir():
         return [DirectoryLayer(path, path.name), *(PackLayer(str(p)) for p in sorted(path.glob("*.json")))]
     return [PackLayer(str(path))]
+
+
+def entries_of(source: str | os.PathLike[str]) -> Iterator[StoredEntry]:
+    """Entries of a pack or directory that somebody named, each key once.
+
+    Raises:
+      PackError: There is no such thing, or it cannot be read at all.
+    """
+    text = os.fspath(source)
+    if not packs.is_remote(text) and not Path(text).expanduser().exists():
+        raise packs.PackError(f"{text}: there is no such file or directory.")
+    seen: set[Place] = set()
+    for layer in layers_of(source):
+        for entry in layer.load() if isinstance(layer, PackLayer) else layer.entries():
+            if entry.place not in seen:
+                seen.add(entry.place)
+                yield entry

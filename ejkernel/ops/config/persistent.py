@@ -200,6 +200,11 @@ class PersistentCache:
     def __repr__(self) -> str:
         return f"PersistentCache({str(self.path)!r})"
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether an entry could not be written and will not survive this process."""
+        return bool(self._memory)
+
     def generation(self, device: str, op_id: str) -> Any:
         """Changes when an entry of an op was added or removed, here or by another process."""
         with contextlib.suppress(OSError):

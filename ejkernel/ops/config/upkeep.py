@@ -54,7 +54,8 @@ def prune(
     gone = [path for path in files.all_files() if _is_litter(path)]
     for path in files.scan():
         try:
-            if older_than_days is not None and _age_days(layers.read_entry(path)) > older_than_days:
+            age_days = _age_days(layers.read_entry(path))
+            if older_than_days is not None and age_days > older_than_days:
                 gone += [p for p in (path, path.with_name(path.stem + store_files.TRIALS)) if p.exists()]
         except (EntryError, OSError):
             gone += [path] if broken else []

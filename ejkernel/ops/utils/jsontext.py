@@ -30,7 +30,7 @@ def parse(text: str | bytes, *, max_bytes: int, max_depth: int = MAX_DEPTH) -> A
     try:
         return json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as e:  # UnicodeDecodeError and overlong integers are ValueErrors too.
-        raise JsonTextError(f"JSON text: {e}") from e
+        raise JsonTextError(f"JSON text: {e}.") from e
 
 
 def depth(data: bytes) -> int:

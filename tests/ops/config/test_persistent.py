@@ -372,14 +372,6 @@ def use(cache):
         assert held
 
 
-def use(cache):
-    cache.put(*KEY, Config(1))
-    cache.put("k", 2)
-    cache.append_trial(KEY, {"a": 1})
-    with cache.tuning_lock(KEY) as held:
-        assert held
-
-
 def goes_on_in_memory(cache):
     with pytest.warns(StoreWarning, match=r"EJKERNEL_CACHE_DIR") as caught:
         use(cache)

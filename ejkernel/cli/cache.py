@@ -1,0 +1,232 @@
+"""`ejkernel cache`: looking at, sharing and keeping the store of tuned configs."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ejkernel.cli.output import print_json, print_json_list, print_table, short_arguments, short_cfg
+from ejkernel.ops.config import entry as entries
+from ejkernel.ops.config import layers, merging, packs, upkeep
+from ejkernel.ops.config.entry import StoredEntry
+from ejkernel.ops.config.merging import Difference
+from ejkernel.ops.config.persistent import PersistentCache
+
+app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")
+
+Store = Annotated[Path | None, typer.Option(help="Directory of the store, instead of the default one.")]
+Device = Annotated[str | None, typer.Option(help="Only entries of this device.")]
+Op = Annotated[str | None, typer.Option(help="Only entries of this op.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Source = Annotated[str, typer.Argument(help="A pack (file or URL) or the directory of a store.")]
+Sources = Annotated[list[str], typer.Argument(help="Packs (files or URLs) or directories of stores.")]
+
+
+class Keep(enum.StrEnum):
+    """Whose entry stays where both sides have one."""
+
+    better = "better"
+    mine = "mine"
+    theirs = "theirs"
+
+
+@app.command()
+def path(store: Store = None, as_json: AsJson = False) -> None:
+    """Print where the store is."""
+    cache = PersistentCache(store)
+    if as_json:
+        used = [*packs.from_environment(), *packs.from_packages()] if store is None else []
+        print_json({"path": str(cache.path), "exists": cache.path.is_dir(), "packs": used})
+    else:
+        print(cache.path)
+
+
+@app.command()
+def ls(store: Store = None, device: Device = None, op: Op = None, as_json: AsJson = False) -> None:
+    """List entries, those of packs too."""
+    found = PersistentCache(store).entries(device, op)
+    if as_json:
+        print_json_list(_data(entry) for entry in found)
+        return
+    rows = [_row(entry) for entry in found]
+    print_table(["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"], rows)
+
+
+@app.command()
+def show(
+    call_key: Annotated[str, typer.Argument(help="Call key of the entry, or how it begins.")],
+    store: Store = None,
+    device: Device = None,
+    op: Op = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show everything about one entry; exit code 1 if there is none, 2 if there are several."""
+    cache = PersistentCache(store)
+    found = [entry for entry in cache.entries(device, op) if entry.place.call_key.startswith(call_key)]
+    if len(found) != 1:
+        print(f"{len(found)} entries have a call key that begins with {call_key!r}.", file=sys.stderr)
+        for entry in found:
+            print("  " + " ".join(entry.place), file=sys.stderr)
+        raise typer.Exit(2 if found else 1)
+    [entry] = found
+    if as_json:
+        print_json(_data(entry) | {"trials": cache.read_trials(entry.key)})
+    else:
+        _print_entry(entry, len(cache.read_trials(entry.key)))
+
+
+@app.command()
+def diff(
+    left: Source,
+    right: Annotated[str | None, typer.Argument(help="The other side; the store by default.")] = None,
+    store: Store = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare configs key by key; exit code 1 if they differ."""
+    cache = PersistentCache(store)
+    other = layers.entries_of(right) if right is not None else _own(cache)
+    found = merging.differences(layers.entries_of(left), other)
+    if as_json:
+        print_json_list(_difference(d) for d in found)
+    else:
+        for d in found:
+            _print_difference(d)
+        print(f"{len(found)} differences.")
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def export(
+    target: Annotated[str, typer.Argument(help="The pack to write: a file, a URL, or - for the standard output.")],
+    store: Store = None,
+    device: Device = None,
+    op: Op = None,
+    name: Annotated[str | None, typer.Option(help="Name of the pack, by default that of its file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the entries of the store into a pack."""
+    found = list(_own(PersistentCache(store), device, op))
+    if target == "-":
+        sys.stdout.writelines(packs.to_text(found, name or "store"))
+        return
+    packs.write(target, found, name)
+    _say({"path": target, "entries": len(found)}, f"{len(found)} entries in {target}.", as_json)
+
+
+@app.command("import")
+def import_(
+    sources: Sources,
+    store: Store = None,
+    keep: Annotated[Keep, typer.Option(help="Whose entry stays where both have one.")] = Keep.better,
+    as_json: AsJson = False,
+) -> None:
+    """Copy entries of packs into the store."""
+    cache = PersistentCache(store)
+    merged = merging.merge(layers.entries_of(source) for source in sources)
+    done = merging.add_all(cache, merged.values(), keep.value)
+    if cache.in_memory:
+        raise typer.Exit(2)  # The warning has said why.
+    counts = {"added": done.added, "replaced": done.replaced, "kept": done.kept}
+    _say(counts, ", ".join(f"{count} {what}" for what, count in counts.items()) + ".", as_json)
+
+
+@app.command()
+def merge(
+    target: Annotated[str, typer.Argument(help="The pack to write.")],
+    sources: Sources,
+    name: Annotated[str | None, typer.Option(help="Name of the pack, by default that of its file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a pack of the best-founded entries of several packs or stores."""
+    merged = merging.merge(layers.entries_of(source) for source in sources)
+    packs.write(target, merged.values(), name)
+    _say({"path": target, "entries": len(merged)}, f"{len(merged)} entries in {target}.", as_json)
+
+
+@app.command()
+def verify(
+    source: Annotated[str | None, typer.Argument(help="A pack or a directory; the store by default.")] = None,
+    store: Store = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every entry; exit code 1 if one is wrong."""
+    root = PersistentCache(store).path
+    nothing_yet = source is None and not root.exists()
+    found = [] if nothing_yet else list(upkeep.verify(root if source is None else source))
+    if as_json:
+        print_json_list({"where": p.where, "level": p.level, "text": p.text} for p in found)
+    else:
+        print_table(["LEVEL", "WHERE", "WHAT"], [(p.level, p.where, p.text) for p in found])
+        print(f"{sum(p.level == 'error' for p in found)} errors.")
+    raise typer.Exit(1 if any(p.level == "error" for p in found) else 0)
+
+
+@app.command()
+def prune(
+    store: Store = None,
+    older_than: Annotated[
+        float | None, typer.Option(help="Also entries measured more than this many days ago.")
+    ] = None,
+    broken: Annotated[bool, typer.Option("--broken", help="Also entries that cannot be read.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what crashed writers left, files set aside as broken, and old locks."""
+    gone = upkeep.prune(PersistentCache(store).path, older_than_days=older_than, broken=broken, dry_run=dry_run)
+    if as_json:
+        print_json([str(p) for p in gone])
+        return
+    for p in gone:
+        print(p)
+    print(f"{len(gone)} files {'would be removed' if dry_run else 'removed'}.")
+
+
+def _own(cache: PersistentCache, device: str | None = None, op: str | None = None) -> Iterator[StoredEntry]:
+    """Entries of the store without its packs."""
+    return PersistentCache(cache.path).entries(device, op)
+
+
+def _data(entry: StoredEntry) -> dict[str, Any]:
+    return entries.to_data(entry) | {"layer": entry.layer}
+
+
+def _row(entry: StoredEntry) -> tuple[str, ...]:
+    state = "complete" if entry.complete else "partial"
+    return (*entry.place, short_arguments(entry.signature), short_cfg(entry.cfg_data), state, entry.layer)
+
+
+def _print_entry(entry: StoredEntry, trials: int) -> None:
+    print(f"{entry.place.op_id}  {entry.place.call_key}")
+    rows = [("device", entry.place.device), ("layer", entry.layer), ("complete", str(entry.complete))]
+    rows += [("arrays", short_arguments(entry.signature)), ("config", short_cfg(entry.cfg_data))]
+    rows += [("type", str(entry.cfg_data.get("type"))), ("trials", str(trials))]
+    for title, part in (("statistics", entry.statistics), ("provenance", entry.provenance)):
+        rows += [(f"{title}.{name}", str(value)) for name, value in part.items()]
+    print_table(["WHAT", "VALUE"], rows)
+
+
+def _difference(d: Difference) -> dict[str, Any]:
+    sides = {"left": d.left and d.left.cfg_data, "right": d.right and d.right.cfg_data}
+    return {**d.place._asdict(), **sides}
+
+
+def _print_difference(d: Difference) -> None:
+    place = " ".join(d.place)
+    if d.left is None or d.right is None:
+        side, entry = ("left", d.left) if d.right is None else ("right", d.right)
+        print(f"{place}: only on the {side}: {short_cfg(entry.cfg_data) if entry else ''}")
+        return
+    for name, left, right in d.fields():
+        print(f"{place}: {name}: {left!r} -> {right!r}")
+
+
+def _say(data: dict[str, Any], text: str, as_json: bool) -> None:
+    if as_json:
+        print_json(data)
+    else:
+        print(text)

@@ -1,0 +1,88 @@
+"""What commands print: tables for people, JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_MAX_RICH_ROWS = 500  # Beyond, laying out a drawn table takes longer than reading it.
+
+
+def print_json(value: Any) -> None:
+    """One JSON document."""
+    print(json.dumps(value, indent=1))
+
+
+def print_json_list(items: Iterable[Any]) -> None:
+    """A JSON list, one item a line, printed while it is being made."""
+    separator = "["
+    for item in items:
+        print(separator + json.dumps(item), end="")
+        separator = ",\n"
+    print("[]" if separator == "[" else "]")
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A drawn table on a terminal, aligned text elsewhere."""
+    if sys.stdout.isatty() and len(rows) <= _MAX_RICH_ROWS:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*headers, header_style="bold", box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    for row in (headers, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def short_arguments(signature: Mapping[str, Any] | None) -> str:
+    """Arrays of a signature in one line: `float32[128,256] int32[]`."""
+    return " ".join(_arrays(signature or {}))
+
+
+def short_cfg(data: Mapping[str, Any]) -> str:
+    """A stored config in one line: `Config(block=128, tile=(1, 2))`."""
+    name = str(data.get("type", "")).rpartition(":")[2].rpartition(".")[2]
+    value = data.get("value")
+    return _short_fields(name, value) if isinstance(value, dict) and not _tag(value) else _short(value)
+
+
+def _arrays(node: Any) -> Iterable[str]:
+    if isinstance(node, Mapping):
+        if "dtype" in node and isinstance(node.get("shape"), list):
+            yield f"{node['dtype']}[{','.join(map(str, node['shape']))}]"
+            return
+        node = list(node.values()) if "static" not in node else []
+    if isinstance(node, list):
+        for child in node:
+            yield from _arrays(child)
+
+
+def _tag(value: Mapping[str, Any]) -> str | None:
+    return next((key for key in value if key.startswith("$")), None)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
+    if not isinstance(value, dict):
+        return repr(value)
+    tag = _tag(value)
+    if tag is None:
+        return _short_fields("", value)
+    if tag == "$type":
+        return _short_fields(value[tag].rpartition(":")[2].rpartition(".")[2], value.get("fields", {}))
+    if tag == "$enum":
+        return f"{value[tag].rpartition(':')[2]}.{value.get('name', value.get('value'))}"
+    if tag == "$tuple":
+        return f"({', '.join(map(_short, value[tag]))})"
+    return str(value[tag])
+
+
+def _short_fields(name: str, fields: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={_short(value)}' for key, value in fields.items())})"

@@ -1,0 +1,190 @@
+"""`ejkernel cache` as a person and as a script see it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ejkernel import cli
+from ejkernel.ops.config.persistent import PersistentCache
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int = 128
+    tile: tuple[int, int] = (1, 2)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "home"))
+    monkeypatch.delenv("EJKERNEL_CACHE_PACKS", raising=False)
+    return PersistentCache(tmp_path / "home" / "configs")
+
+
+@pytest.fixture
+def filled(store):
+    signature = {"op": "pkg.Op", "args": [{"dtype": "float32", "shape": [128, 256]}, {"static": 3}]}
+    store.put("gpu", "pkg.Op", "aa11", Config(), signature=signature, statistics={"median_s": 0.5})
+    store.put("cpu", "pkg.Other", "aa22", Config(64), complete=False)
+    return store
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*args):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["cache", *map(str, args)])
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return run
+
+
+def run_json(run, *args, code=0):
+    got, out, err = run(*args, "--json")
+    assert got == code, err
+    return json.loads(out)
+
+
+def test_path(run, store):
+    assert run("path") == (0, f"{store.path}\n", "")
+    assert run("path", "--store", "/x")[1] == "/x\n"
+    assert run_json(run, "path") == {"path": str(store.path), "exists": False, "packs": []}
+
+
+def test_ls(run, filled, tmp_path, monkeypatch):
+    code, out, _ = run("ls")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].split() == ["DEVICE", "OP", "CALL", "KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"]
+    assert lines[1].split() == ["cpu", "pkg.Other", "aa22", "Config(block=64,", "tile=(1,", "2))", "partial", "store"]
+    assert "float32[128,256]" in lines[2]
+    assert len(run("ls", "--op", "pkg.Op")[1].splitlines()) == 2
+    assert [e["call_key"] for e in run_json(run, "ls", "--device", "gpu")] == ["aa11"]
+    assert run_json(run, "ls", "--device", "tpu") == []
+    assert run_json(run, "ls", "--store", tmp_path / "absent") == []
+
+
+def test_ls_shows_packs(run, filled, tmp_path, monkeypatch):
+    run("export", tmp_path / "team.json")
+    filled.delete("gpu", "pkg.Op", "aa11")
+    monkeypatch.setenv("EJKERNEL_CACHE_PACKS", str(tmp_path / "team.json"))
+    assert {e["call_key"]: e["layer"] for e in run_json(run, "ls")} == {"aa11": "team", "aa22": "store"}
+
+
+def test_show(run, filled):
+    filled.append_trial(("gpu", "pkg.Op", "aa11"), {"time_s": 1})
+    code, out, _ = run("show", "aa11")
+    assert code == 0
+    assert "Config(block=128, tile=(1, 2))" in out
+    assert "statistics.median_s" in out
+    shown = run_json(run, "show", "aa1")
+    assert (shown["cfg"]["value"]["block"], shown["trials"]) == (128, [{"time_s": 1}])
+    code, out, err = run("show", "aa")
+    assert (code, out) == (2, "")
+    assert "gpu pkg.Op aa11" in err
+    assert run("show", "aa", "--device", "cpu")[0] == 0
+    assert run("show", "zz")[0] == 1
+
+
+def test_export_import_and_diff(run, filled, tmp_path):
+    pack, other = tmp_path / "p.json", tmp_path / "other"
+    assert run("export", pack)[:2] == (0, f"2 entries in {pack}.\n")
+    assert json.loads(run("export", "-")[1])["entries"] == json.loads(pack.read_text())["entries"]
+    assert run("import", pack, "--store", other)[:2] == (0, "2 added, 0 replaced, 0 kept.\n")
+    assert PersistentCache(other).get("gpu", "pkg.Op", "aa11") == Config()
+    assert run("diff", pack)[:2] == (0, "0 differences.\n")
+    assert run("diff", pack, other)[0] == 0
+    filled.put("gpu", "pkg.Op", "aa11", Config(32))
+    filled.delete("cpu", "pkg.Other", "aa22")
+    code, out, _ = run("diff", pack)
+    assert code == 1
+    assert "gpu pkg.Op aa11: block: 128 -> 32" in out
+    assert "cpu pkg.Other aa22: only on the left: Config(block=64, tile=(1, 2))" in out
+    assert [d["call_key"] for d in run_json(run, "diff", pack, code=1)] == ["aa22", "aa11"]
+    assert run_json(run, "import", pack, "--keep", "mine") == {"added": 1, "replaced": 0, "kept": 1}
+    assert run_json(run, "import", pack, "--keep", "theirs") == {"added": 0, "replaced": 1, "kept": 1}
+    assert run("diff", pack)[0] == 0
+
+
+def test_merge(run, filled, tmp_path):
+    run("export", tmp_path / "a.json", "--device", "gpu")
+    run("export", tmp_path / "b.json")
+    assert run_json(run, "merge", tmp_path / "c.json", tmp_path / "a.json", tmp_path / "b.json")["entries"] == 2
+    assert (tmp_path / "c.json").read_text() == (tmp_path / "b.json").read_text().replace('"name": "b"', '"name": "c"')
+
+
+def test_verify_and_prune(run, filled):
+    assert run("verify")[0] == 0
+    path = next(filled.path.rglob("aa22.json"))
+    path.write_text("{")
+    code, out, _ = run("verify")
+    assert code == 1
+    assert str(path) in out
+    assert [p["level"] for p in run_json(run, "verify", code=1)] == ["error", "note"]
+    litter = path.parent / "x.json.broken"
+    litter.write_text("")
+    assert run_json(run, "prune", "--dry-run") == [str(litter)]
+    assert run("prune")[:2] == (0, f"{litter}\n1 files removed.\n")
+    assert run_json(run, "prune", "--broken") == [str(path)]
+    assert run("verify")[0] == 0
+    assert run("verify", "--store", "/nonexistent")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("diff", "/nonexistent/pack.json"),
+        ("import", "/nonexistent/pack.json"),
+        ("import", __file__),
+        ("merge", "/nonexistent/out.json", "/nonexistent/in.json"),
+        ("export", "/proc/self/pack.json"),
+        ("export", "nosuchscheme://x"),
+        ("import", "--keep", "wrong", "x"),
+        ("nothing",),
+    ],
+)
+def test_user_errors_are_one_message_and_exit_code_2(run, filled, args):
+    code, out, err = run(*args)
+    assert code == 2
+    assert err
+    assert "Traceback" not in out + err
+
+
+def test_import_into_an_unwritable_store_fails_aloud(run, filled, tmp_path):
+    run("export", tmp_path / "p.json")
+    code, _, err = run("import", tmp_path / "p.json", "--store", "/proc/self/store")
+    assert code == 2
+    assert err.startswith("warning: /proc/self/store: the store cannot be used there")
+
+
+def test_warnings_are_one_line(run, filled):
+    next(filled.path.rglob("aa22.json")).write_text("{")
+    code, out, err = run("ls")
+    assert code == 0
+    assert len(out.splitlines()) == 2
+    assert err.startswith("warning: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_installed_command_runs(tmp_path):
+    script = "from ejkernel.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "cache", "ls", "--store", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("DEVICE")
+
+
+def test_importing_the_command_is_free():
+    script = "import sys, ejkernel.cli; print({'typer', 'rich', 'jax', 'pydantic'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
