@@ -172,11 +172,13 @@ def prune(
     older_than: Annotated[
         float | None, typer.Option(help="Also entries measured more than this many days ago.")
     ] = None,
-    broken: Annotated[bool, typer.Option("--broken", help="Also entries that cannot be read.")] = False,
+    broken: Annotated[
+        bool, typer.Option("--broken", help="Also entries that cannot be read, or were set aside for that.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what crashed writers left, files set aside as broken, and old locks."""
+    """Remove what crashed writers left, and locks of long ago."""
     gone = upkeep.prune(PersistentCache(store).path, older_than_days=older_than, broken=broken, dry_run=dry_run)
     if as_json:
         print_json([str(p) for p in gone])

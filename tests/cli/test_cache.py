@@ -12,6 +12,7 @@ import pytest
 
 from ejkernel import cli
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.store_files import host
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,7 +131,7 @@ def test_verify_and_prune(run, filled):
     assert code == 1
     assert str(path) in out
     assert [p["level"] for p in run_json(run, "verify", code=1)] == ["error", "note"]
-    litter = path.parent / "x.json.broken"
+    litter = path.parent / f".tmp-{host()}-{2**22 + 1}-aa"
     litter.write_text("")
     assert run_json(run, "prune", "--dry-run") == [str(litter)]
     assert run("prune")[:2] == (0, f"{litter}\n1 files removed.\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import os
 import re
 import time
@@ -45,20 +46,21 @@ def verify(source: str | os.PathLike[str]) -> Iterator[Problem]:
 def prune(
     root: Path, *, older_than_days: float | None = None, broken: bool = False, dry_run: bool = False
 ) -> list[Path]:
-    """Removes what nobody needs and returns it: files of writers that died, files set aside, old locks.
+    """Removes what nobody needs and returns it: temporary files of writers that died, and locks of long ago.
 
     Entries go only on request: those measured more than `older_than_days` ago, and with `broken` those that cannot be
-    read. Trials of an unfinished tuning stay.
+    read or have been set aside for that. Trials of an unfinished tuning stay.
     """
     files = StoreFiles(root)
-    gone = [path for path in files.all_files() if _is_litter(path)]
-    for path in files.scan():
-        try:
-            age_days = _age_days(layers.read_entry(path))
-            if older_than_days is not None and age_days > older_than_days:
-                gone += [p for p in (path, path.with_name(path.stem + store_files.TRIALS)) if p.exists()]
-        except (EntryError, OSError):
-            gone += [path] if broken else []
+    gone = [path for path in files.all_files() if _is_litter(path) or (broken and _is_set_aside(path))]
+    if older_than_days is not None or broken:
+        for path in files.scan():
+            try:
+                if _age_days(layers.read_entry(path)) > (math.inf if older_than_days is None else older_than_days):
+                    trials = path.with_name(path.name.partition(".")[0] + store_files.TRIALS)
+                    gone += [p for p in (path, trials) if p.exists()]
+            except (EntryError, OSError):
+                gone += [path] if broken else []
     if not dry_run:
         for path in gone:
             path.unlink(missing_ok=True)
@@ -75,7 +77,7 @@ def _verify_directory(files: StoreFiles) -> Iterator[Problem]:
         else:
             yield from _verify_entry(entry, str(path))
     for path in files.all_files():
-        if path.name.endswith(store_files.BROKEN):
+        if _is_set_aside(path):
             yield Problem(where=str(path), level="note", text="was unreadable and has been set aside.")
 
 
@@ -106,9 +108,11 @@ def _verify_entry(entry: StoredEntry, where: str) -> Iterator[Problem]:
         yield Problem(where=where, level="note" if unknown else "error", text=str(e))
 
 
+def _is_set_aside(path: Path) -> bool:
+    return path.name.endswith(store_files.BROKEN)
+
+
 def _is_litter(path: Path) -> bool:
-    if path.name.endswith(store_files.BROKEN):
-        return True
     if match := _TEMPORARY.match(path.name):
         return _is_orphan(path, match["host"], int(match["pid"]))
     return path.parent.name == store_files.LOCKS and _is_old(path) and _is_free(path)

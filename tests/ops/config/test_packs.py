@@ -304,12 +304,12 @@ def test_prune_removes_litter_and_nothing_else(tmp_path):
     from ejkernel.ops.config.store_files import host
 
     day_ago = time.time() - 2 * 86400
-    litter = [folder / f".tmp-{host()}-{2**22 + 1}-aa", folder / ".tmp-00000000-1-bb", folder / "x.json.broken"]
+    litter = [folder / f".tmp-{host()}-{2**22 + 1}-aa", folder / ".tmp-00000000-1-bb"]
     litter.append(tmp_path / ".locks" / "old.lock")
-    kept = [folder / f".tmp-{host()}-{os.getpid()}-cc", folder / ".tmp-00000000-1-dd"]
+    kept = [folder / "x.json.broken", folder / f".tmp-{host()}-{os.getpid()}-cc", folder / ".tmp-00000000-1-dd"]
     for path in [*litter, *kept]:
         path.write_text("")
-    for path in litter[1], litter[3]:
+    for path in litter[1:]:
         os.utime(path, (day_ago, day_ago))
     before = {p for p in tmp_path.rglob("*") if p.is_file()}
     assert set(upkeep.prune(tmp_path, dry_run=True)) == set(litter)
@@ -329,9 +329,10 @@ def test_prune_removes_old_and_broken_entries_on_request(tmp_path):
     cache.put("new", 1)
     cache.put("dev", "op", "broken", 1)
     (tmp_path / "dev" / "op" / "broken.json").write_text("{")
+    (tmp_path / "dev" / "op" / "aside.json.broken").write_text("{")
     assert upkeep.prune(tmp_path) == []
     assert len(upkeep.prune(tmp_path, older_than_days=30)) == 2
-    assert len(upkeep.prune(tmp_path, broken=True)) == 1
+    assert len(upkeep.prune(tmp_path, broken=True)) == 2
     assert sorted(PersistentCache(tmp_path)) == ["future", "new", "undated"]
 
 
