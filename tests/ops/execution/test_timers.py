@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel import _compat
 from ejkernel.ops.execution import timers
-from ejkernel.ops.execution.timers import base, cupti
+from ejkernel.ops.execution.timers import base, cupti, xplane
 from ejkernel.ops.execution.timers.rotation import last_level_cache_bytes
 from ejkernel.ops.execution.timers.xplane import device_seconds
 
@@ -112,7 +112,7 @@ def test_a_busy_cupti_falls_back_with_a_log_line(extension, monkeypatch, caplog)
     extension.busy = True
     cpu = jax.devices("cpu")[0]
     wall = timers.WallClock(wait_for_each=True)
-    monkeypatch.setattr(timers, "available", lambda device: [timers.Cupti(), wall])
+    monkeypatch.setattr(timers, "available", lambda device, exclusive: [timers.Cupti(), wall])
     with caplog.at_level(logging.WARNING, logger="ejkernel"):
         assert timers.choose(cpu) is wall
     assert "another profiler is listening (CUPTI_ERROR_MULTIPLE" in caplog.text
@@ -120,7 +120,7 @@ def test_a_busy_cupti_falls_back_with_a_log_line(extension, monkeypatch, caplog)
 
 def test_skipped_timers_are_not_tried(extension, monkeypatch):
     first, second = timers.Cupti(), timers.WallClock(wait_for_each=True)
-    monkeypatch.setattr(timers, "available", lambda device: [first, second])
+    monkeypatch.setattr(timers, "available", lambda device, exclusive: [first, second])
     assert timers.choose(jax.devices("cpu")[0], skip={"cupti"}) is second
 
 
@@ -227,17 +227,48 @@ def test_importing_timers_starts_no_backend():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+class FakeDevice:
+    platform = "gpu"
+
+
+def test_cupti_is_only_chosen_where_nobody_else_profiles(extension):
+    # After a trace of JAX's profiler it would end the process.
+    assert [timer.name for timer in timers.available(FakeDevice())] == ["xplane", "wall"]
+    assert [timer.name for timer in timers.available(FakeDevice(), exclusive=True)] == ["cupti", "wall"]
+
+
 @pytest.mark.gpu
-def test_cupti_and_xplane_agree_on_a_gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs an NVIDIA GPU")
-    x = jnp.ones((4096, 4096), jnp.bfloat16)
-    f = jax.jit(lambda x: x @ x)
-    call = partial(f, x)
-    jax.block_until_ready(call())
-    by_cupti = np.median(timers.Cupti().measure([call] * 9))
-    by_xplane = np.median(timers.Xplane().measure([call] * 9))
-    assert by_cupti == pytest.approx(by_xplane, rel=0.1)
+def test_xplane_and_cupti_agree_on_a_gpu():
+    code = """
+import sys; from functools import partial; from statistics import median
+import jax, jax.numpy as jnp
+from ejkernel.ops.execution import timers
+x = jnp.ones((4096, 4096), jnp.bfloat16)
+call = partial(jax.jit(lambda x: x @ x), x)
+jax.block_until_ready(call())
+timer = timers.choose(exclusive=sys.argv[1] == "cupti")
+assert timer.name == sys.argv[1]
+print(median(timer.measure([call] * 9)))
+"""
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", code, name], stdout=subprocess.PIPE, check=True).stdout)
+        for name in ("xplane", "cupti")
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
+
+
+def test_short_calls_are_traced_often_enough(monkeypatch):
+    rounds = []
+
+    def traced(samples):
+        rounds.append([n for _, n in samples])
+        return [{"short": 1e-5, "long": 1e-3}[call] * n for call, n in samples]
+
+    monkeypatch.setattr(xplane, "_traced", traced)
+    assert timers.Xplane().measure(["long", "short", "long"]) == pytest.approx([1e-3, 1e-5, 1e-3])
+    assert rounds == [[1, 1, 1], [20]]
+    timers.Xplane().measure(["long"])
+    assert rounds[2:] == [[1]]
 
 
 def test_cupti_times_are_only_read_once_per_sample(extension):

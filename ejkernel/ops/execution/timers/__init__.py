@@ -25,11 +25,19 @@ Device = Any  # `jax.Device` is a value to type checkers.
 logger = logging.getLogger(__name__)
 
 
-def choose(device: Device | None = None, *, skip: Collection[str] = ()) -> Timer:
-    """Returns the best timer that works on `device`, leaving out those named in `skip`; the wall clock always works."""
+def choose(device: Device | None = None, *, exclusive: bool = False, skip: Collection[str] = ()) -> Timer:
+    """Returns the best timer that works on `device`; the wall clock always does.
+
+    Args:
+      device: The first local one by default.
+      exclusive: Whether this process only measures, so that nobody else profiles in it, before or after: allows CUPTI.
+      skip: Names of timers to leave out.
+    """
     device = device or jax.local_devices()[0]
-    *others, wall = [timer for timer in available(device) if timer.name not in skip or timer.name == WallClock.name]
+    *others, wall = available(device, exclusive=exclusive)
     for timer in others:
+        if timer.name in skip:
+            continue
         try:
             timer.measure([_trivial(device)])
         except TimerError as error:
@@ -39,13 +47,15 @@ def choose(device: Device | None = None, *, skip: Collection[str] = ()) -> Timer
     return wall
 
 
-def available(device: Device) -> list[Timer]:
-    """Returns the timers for a device's kind, best first."""
+def available(device: Device, *, exclusive: bool = False) -> list[Timer]:
+    """Returns the timers for a device's kind, best first; the last is the wall clock."""
     wall = WallClock(wait_for_each=device.platform == "cpu")
     if device.platform == "cpu":
         return [wall]
-    nvidia = device.platform in ("cuda", "gpu") and _compat.cupti() is not None
-    return [*([Cupti()] if nvidia else []), Xplane(), wall]
+    if exclusive and _compat.cupti() is not None:
+        # Not Xplane as well: the one ends the process after the other.
+        return [Cupti(), wall]
+    return [Xplane(), wall]
 
 
 def _trivial(device: Device) -> Call:

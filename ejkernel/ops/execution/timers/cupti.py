@@ -1,4 +1,10 @@
-"""CUPTI: kernel times from NVIDIA's own profiling interface."""
+"""CUPTI: kernel times from NVIDIA's own profiling interface, for processes that do nothing but measure.
+
+Only one subscriber may listen: beside a running profiler it cannot be used, which is an ordinary error. But after a
+JAX profiler trace that has seen kernels, however long ago, listening again ends the whole process ("activity records
+were dropped", an abort inside the extension of JAX 0.11.2 on an H200, finalized or not). Nobody can tell from outside
+whether there was such a trace, so this timer is no choice for a process that belongs to somebody else.
+"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -34,7 +40,7 @@ def _kernel_seconds(extension: Any, call: Call, n: int) -> float:
     try:
         jax.block_until_ready([call() for _ in range(n)])
     finally:
-        # Not finalized: detaching CUPTI from the process after each sample costs more than the sample.
+        # Not finalized: detaching CUPTI from the process costs 17 ms a sample.
         kernels = extension._cupti_get_timings(False)
     if not kernels:
         raise TimerError("cupti: the call launched no kernel, so it has no device time.")
