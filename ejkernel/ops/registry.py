@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import env
-from ejkernel.ops.utils.fingerprint import abstractify, device_fingerprint
+from ejkernel.ops.utils.fingerprint import Device, abstractify, device_fingerprint
 
 SMALL_INTEGERS = 65536
 """Integer arrays up to this many elements are kept for kernels with `record_integers`."""
@@ -46,8 +47,9 @@ def _remember(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], *, record: bo
 
 def _keep(kernel: Kernel[Any, Any], tree: Any) -> Any:
     """`tree` without device memory: shapes, and small integers as numpy arrays if the kernel asks for them."""
+
     def keep(x: Any) -> Any:
-        concrete = isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.core.Tracer)
+        concrete = isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
         if kernel.record_integers and concrete and x.size <= SMALL_INTEGERS and np.issubdtype(x.dtype, np.integer):
             return np.array(x)
         return abstractify(x)
@@ -62,7 +64,7 @@ def traced(op_id: str, call_key: str) -> Invocation[Any, Any] | None:
     return found.get(device_fingerprint()) or next(iter(found.values()), None)
 
 
-def get_invocations(device: str | jax.Device | None = None) -> dict[str, dict[str, Recorded]]:
+def get_invocations(device: str | Device | None = None) -> dict[str, dict[str, Recorded]]:
     """Recorded calls of one device, by default this one: op id -> call key -> (kernel, args, kwargs).
 
     Arguments are abstract. Holds what `record_invocation` was given and what ran while `EJKERNEL_OPS_RECORD` was 1;

@@ -71,8 +71,11 @@ def with_gradient(
 
 
 def _refuse_keyword_gradients(owner: str, kwargs: Kwargs, kw_arrays: list[Any]) -> None:
-    names = [jax.tree_util.keystr(path[:1]) for path, x in jax.tree_util.tree_flatten_with_path(kwargs)[0]
-             if arguments.is_array(x)]
+    names = [
+        jax.tree_util.keystr(path[:1])
+        for path, x in jax.tree_util.tree_flatten_with_path(kwargs)[0]
+        if arguments.is_array(x)
+    ]
     for name, x in zip(names, kw_arrays, strict=True):
         if x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact):
             raise GradientError(

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Generic
 
 import jax
+from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.types import Cfg, Out
@@ -178,12 +179,14 @@ class Invocation(Generic[Cfg, Out]):
     def is_abstract(self) -> bool:
         """Whether there are only shapes and dtypes, no data to measure with."""
         leaves = jax.tree.leaves((self.args, dict(self.kwargs)))
-        return any(isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)) for x in leaves)
+        return any(isinstance(x, (jax.ShapeDtypeStruct, Tracer)) for x in leaves)
 
 
-def _call_by_default(kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Any:
+def _call_by_default(kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Any:
     # Imported at the first call, because execution stands above core; from then on the name is bound to it.
     global _call_by_default
-    from ejkernel.ops.execution.executor import call_by_default as _call_by_default
+    from ejkernel.ops.execution.executor import call_by_default
+
+    _call_by_default = call_by_default
 
     return _call_by_default(kernel, *args, **kwargs)

@@ -18,7 +18,6 @@ from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, KernelDefinitionError
-from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
 from ejkernel.ops.execution.pipeline import (
     Args,
     Attempt,
@@ -32,6 +31,7 @@ from ejkernel.ops.execution.pipeline import (
     invocation,
     prepared,
 )
+from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
 from ejkernel.ops.execution.program import Program, StaticFound
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import jax
+from jax.core import Tracer
 
 from ejkernel.ops import registry
 from ejkernel.ops.config.selection import heuristic
@@ -32,7 +33,7 @@ class ConfigChooser(Protocol):
         ...
 
 
-class InputsWanted(Exception):  # noqa: N818 - control flow: never reaches a user
+class InputsWanted(Exception):
     """The config is about to be measured, so the call's own data is wanted if there is any."""
 
 
@@ -134,9 +135,7 @@ class Pipeline:
                     continue
             yield Attempt(here, platform, run, cfg)
 
-    def _forced(
-        self, inv: Invocation[Any, Any], platform: str, cfg: Any, reasons: dict[str, str]
-    ) -> Iterable[Attempt]:
+    def _forced(self, inv: Invocation[Any, Any], platform: str, cfg: Any, reasons: dict[str, str]) -> Iterable[Attempt]:
         assert inv.kernel is not None
         here = replace(inv, platform=platform)
         run = dispatch.forced_implementation(inv.kernel, inv.context, platform)
@@ -239,4 +238,4 @@ def prepared(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args
 
 def any_tracer(args: Args, kwargs: Kwargs) -> bool:
     """Whether some argument has no value yet."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))

@@ -27,7 +27,7 @@ MAX_VARIANTS = 4096
 _SCALARS = frozenset({bool, int, float, complex, str, type, FunctionType, BuiltinFunctionType})
 
 
-class StaticFound(Exception):  # noqa: N818 - control flow: never reaches a user
+class StaticFound(Exception):
     """While tracing: an argument is a Python scalar, which is static here and an array to `jax.jit`."""
 
 

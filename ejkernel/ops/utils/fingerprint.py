@@ -12,7 +12,7 @@ import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Invocation
 
 DeviceKind = Literal["gpu", "tpu", "cpu"]
+Device: TypeAlias = Any
+"""A `jax.Device`, which type checkers take for a variable."""
 
 _PREFERRED = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 
@@ -41,7 +43,7 @@ def short_hash(value: Any) -> str:
 # --- Devices ---
 
 
-def current_device() -> jax.Device:
+def current_device() -> Device:
     """The device that a jitted call uses by default here, `jax.default_device` respected."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if chosen is None:
@@ -49,7 +51,7 @@ def current_device() -> jax.Device:
     return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
 
 
-def device_kind(device: jax.Device | None = None) -> DeviceKind:
+def device_kind(device: Device | None = None) -> DeviceKind:
     """`"gpu"`, `"tpu"` or `"cpu"`."""
     name = (device or current_device()).platform
     if name in ("gpu", "cuda", "rocm"):
@@ -57,13 +59,13 @@ def device_kind(device: jax.Device | None = None) -> DeviceKind:
     return "tpu" if name == "tpu" else "cpu"
 
 
-def get_device_platform(device: jax.Device | None = None) -> str:
+def get_device_platform(device: Device | None = None) -> str:
     """The preferred platform of the hardware at hand: `"triton"`, `"pallas"` or `"xla"`."""
     return _PREFERRED[device_kind(device)]
 
 
 @functools.cache
-def _fingerprint_of(device: jax.Device) -> str:
+def _fingerprint_of(device: Device) -> str:
     kind = device_kind(device)
     if kind == "cpu":
         return f"cpu-{platform.machine().lower()}-{_vector_width()}-{len(os.sched_getaffinity(0))}c"
@@ -78,7 +80,7 @@ def _fingerprint_of(device: jax.Device) -> str:
     return re.sub(r"[^a-z0-9.-]+", "_", "-".join(parts).lower())
 
 
-def device_fingerprint(device: jax.Device | None = None) -> str:
+def device_fingerprint(device: Device | None = None) -> str:
     """Names the kind of `device`: hosts with the same hardware share it, driver versions are not in it."""
     return _fingerprint_of(device or current_device())
 

@@ -90,7 +90,7 @@ def label(name: str) -> Callable[[_F], _F]:
     """Decorates a function so that its operations carry `name` in lowered and compiled programs."""
     if not isinstance(name, str) or not name:
         raise LabelError(f"label: name must be a non-empty string, got {name!r}.")
-    return jax.named_scope(name)  # pyright: ignore[reportReturnType]
+    return jax.named_scope(name)
 
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:
@@ -125,7 +125,7 @@ def labels_to_configs(labels: Iterable[str], *, selector: _Chooser | None = None
     for text in labels:
         parts = parse_label(text)
         call = registry.traced(parts.op_id, parts.call_key)
-        if call is None:
+        if call is None or call.kernel is None:
             raise LabelError(f"labels_to_configs: {text!r} was not traced in this process, so its kernel is unknown.")
         configs[text] = chooser.choose(call, call.kernel)
     return configs

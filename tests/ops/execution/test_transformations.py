@@ -167,9 +167,7 @@ def explicit_mesh_without_shard_map(f):
 
 def sharded_loss(f, mesh_kind=AxisType.Auto, check_vma=True):
     """`y[0]` is shared by all devices, so its gradient is a sum over the mesh."""
-    mapped = jax.shard_map(
-        f, mesh=mesh_of(mesh_kind), in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check_vma
-    )
+    mapped = jax.shard_map(f, mesh=mesh_of(mesh_kind), in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check_vma)
     return lambda x, y: (mapped(x, y[:1]) ** 2).sum()
 
 
@@ -187,9 +185,7 @@ def grad_inside_shard_map(f):
     def local(x, y):
         return jax.grad(lambda x, y: (f(x, y) ** 2).sum(), argnums=(0, 1))(x, y)
 
-    mapped = jax.shard_map(
-        local, mesh=mesh_of(AxisType.Auto), in_specs=(P("d"), P()), out_specs=(P("d"), P())
-    )
+    mapped = jax.shard_map(local, mesh=mesh_of(AxisType.Auto), in_specs=(P("d"), P()), out_specs=(P("d"), P()))
     return lambda x, y: mapped(x, y[:1])
 
 
@@ -263,8 +259,9 @@ def test_call_equals_plain_jax(transform, style):
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("transform", [eager, jit, grad, vmap_of_grad, grad_inside_shard_map, pmap_of_grad],
-                         ids=lambda t: t.__name__)
+@pytest.mark.parametrize(
+    "transform", [eager, jit, grad, vmap_of_grad, grad_inside_shard_map, pmap_of_grad], ids=lambda t: t.__name__
+)
 def test_compiled_call_equals_plain_jax(transform, style):
     executor, kernel = new_executor(), style()
     x, y = inputs()

@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint bench lock clean
+
+demo: $(STAMP)  ## Run a first kernel and say which config it got, and why.
+	$(BIN)/python examples/first_kernel.py
+
+test: lint  ## Lint, then the whole CPU suite.
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu"
+
+test-all:  ## The suite on every supported Python that is installed.
+	./scripts/test-all
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
+
+bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
+	$(BIN)/python benchmarks/overhead.py
+
+lock: $(STAMP)  ## Resolve the pinned versions anew.
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --group dev --extra remote --no-annotate --no-header pyproject.toml -o requirements.lock
+
+clean:
+	rm -rf $(VENV) .venv-* build dist
+
+$(STAMP): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@

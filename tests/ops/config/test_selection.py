@@ -1,0 +1,277 @@
+"""Which tier answers, and that functions which were jitted before notice when the answer changes."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, overlay_cache, policy_override
+from ejkernel.ops.config.policy import PolicyError
+from ejkernel.ops.config.selection import ConfigNotFoundError, NoTunerError
+from tests.support import Plain, Scale, new_executor
+
+X = jnp.ones((3,)) * 0.5
+
+
+class Counting(Plain):
+    """Shows its config in the result and counts its traces."""
+
+    def __init__(self):
+        super().__init__("counting")
+
+    traces = 0
+
+    def run(self, x, *, cfg):
+        type(self).traces += 1
+        return x * cfg.factor
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    Counting.traces = 0
+
+
+@pytest.fixture
+def setting():
+    executor, kernel = new_executor(), Counting()
+    key = executor.explain(kernel, X).key
+    jitted = jax.jit(lambda x: executor(kernel, x))
+    factor = lambda: (float(executor(kernel, X)[0] / X[0]), float(jitted(X)[0] / X[0]))
+    return executor, kernel, key, factor
+
+
+def test_tiers_answer_in_the_order_of_the_contract(setting):
+    executor, kernel, key, factor = setting
+    cache = executor.chooser.cache
+    tier = lambda **kw: executor.explain(kernel, X).tier
+    assert (tier(), factor()) == ("heuristic", (1, 1))
+    cache.put(*key, Scale(2))
+    assert (tier(), factor()) == ("memory", (2, 2))
+    with overlay_cache({key: Scale(3)}):
+        assert (tier(), factor()) == ("overlay", (3, 3))
+        with overlay_cache(ConfigCache({key: Scale(4)})):
+            assert factor() == (4, 4)
+            np.testing.assert_array_equal(executor(kernel, X, cfg=Scale(5)), 5 * X)
+        assert factor() == (3, 3)
+    assert factor() == (2, 2)
+
+
+def test_changes_reach_jitted_functions_and_stop_reaching_them(setting):
+    executor, _, key, factor = setting
+    assert factor() == (1, 1)
+    executor.chooser.cache.put(*key, Scale(2))
+    assert factor() == (2, 2)
+    executor.chooser.cache.put(*key, Scale(3))
+    assert factor() == (3, 3)
+    executor.chooser.cache.delete(*key)
+    assert factor() == (1, 1)
+    with overlay_cache({key: Scale(7)}):
+        assert factor() == (7, 7)
+    assert factor() == (1, 1)
+
+
+def test_changes_reach_a_jitted_gradient():
+    executor, kernel = new_executor(), Plain("grad")
+    grad = jax.jit(jax.grad(lambda x: executor(kernel, x, X).sum()))
+    before = grad(X)
+    executor.chooser.cache.put(*executor.explain(kernel, X, X).key, Scale(2))
+    np.testing.assert_allclose(grad(X), 2 * before)
+
+
+def test_nothing_is_traced_again_without_need(setting):
+    executor, _, key, factor = setting
+    factor()
+    traces = Counting.traces
+    executor.chooser.cache.put(*key, Scale(1))
+    executor.chooser.cache.put("another", "key", "altogether", Scale(9))
+    factor()
+    assert Counting.traces == traces
+    with overlay_cache({key: Scale(3)}):
+        factor()
+        inside = Counting.traces
+    factor()
+    # A mapping with the same contents is the same overlay, however often it is entered.
+    with overlay_cache({key: Scale(3)}):
+        factor()
+    assert Counting.traces == inside
+
+
+def test_live_overlay_counts_what_is_put_inside_the_block(setting):
+    _, _, key, factor = setting
+    live = ConfigCache()
+    with overlay_cache(live):
+        assert factor() == (1, 1)
+        live.put(*key, Scale(6))
+        assert factor() == (6, 6)
+    assert factor() == (1, 1)
+
+
+def test_overlays_are_of_one_thread_and_cache_changes_of_all(setting):
+    executor, _, key, factor = setting
+    seen = {}
+    run = lambda name: threading.Thread(target=lambda: seen.update({name: factor()}))
+    with overlay_cache({key: Scale(3)}):
+        (t := run("overlay")).start()
+        t.join()
+    executor.chooser.cache.put(*key, Scale(4))
+    (t := run("cache")).start()
+    t.join()
+    assert seen == {"overlay": (1, 1), "cache": (4, 4)}
+
+
+def test_heuristic_and_explicit_configs_are_never_stored(setting):
+    executor, kernel, _, factor = setting
+    factor()
+    executor(kernel, X, cfg=Scale(8))
+    executor.compile(kernel, X)
+    assert len(executor.chooser.cache) == 0
+    assert factor() == (1, 1)
+
+
+class Halving:
+    """A tuner that takes the last candidate and remembers what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def autotune(self, make_fn, args, kwargs, candidates):
+        candidates = list(candidates)
+        self.calls.append((args, kwargs, candidates))
+        for cfg in candidates:
+            make_fn(cfg)
+        return candidates[-1]
+
+
+def test_autotune_asks_the_tuner_once_and_remembers():
+    tuner = Halving()
+    executor, kernel = new_executor(autotune=True, tuner=tuner), Counting()
+    for _ in range(3):
+        np.testing.assert_array_equal(executor(kernel, X), 2 * X)
+    np.testing.assert_array_equal(jax.jit(lambda x: executor(kernel, x))(X), 2 * X)
+    assert len(tuner.calls) == 1
+    assert executor.explain(kernel, X).tier == "memory"
+
+
+def test_eager_call_tunes_on_its_own_arguments_and_traced_call_on_shapes():
+    tuner = Halving()
+    executor, kernel = new_executor(autotune=True, tuner=tuner), Counting()
+    executor(kernel, X)
+    np.testing.assert_array_equal(tuner.calls[0][0][0], X)
+    jax.jit(lambda x: executor(kernel, x))(jnp.ones((5,)))
+    assert tuner.calls[1][0] == (jax.ShapeDtypeStruct((5,), jnp.float32),)
+    assert executor.choose_config(kernel, jnp.ones((6,))) == Scale(2)
+    np.testing.assert_array_equal(tuner.calls[2][0][0], jnp.ones((6,)))
+
+
+def test_tuning_without_a_tuner_says_so():
+    with pytest.raises(NoTunerError, match="the selector has no tuner="):
+        new_executor(autotune=True)(Counting(), X)
+
+
+def test_policy_override_changes_the_policy_of_one_or_all(setting):
+    executor, kernel, _, factor = setting
+    other = new_executor()
+    assert factor() == (1, 1)
+    with policy_override(autotune="frozen"):
+        for call in (lambda: executor(kernel, X), lambda: other(kernel, X), lambda: factor()):
+            with pytest.raises(ConfigNotFoundError, match=r'counting: no config is stored .* "frozen"'):
+                call()
+        with policy_override(executor.chooser, autotune=False):
+            assert factor() == (1, 1)
+            with pytest.raises(ConfigNotFoundError):
+                other(kernel, X)
+    assert factor() == (1, 1)
+
+
+def test_setting_the_policy_reaches_jitted_functions(setting):
+    executor, _, key, factor = setting
+    assert factor() == (1, 1)
+    executor.chooser.policy = AutotunePolicy(autotune="frozen")
+    with pytest.raises(ConfigNotFoundError):
+        factor()
+    executor.chooser.cache.put(*key, Scale(2))
+    assert factor() == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AutotunePolicy(autotune="maybe"), "autotune must be one of 'off', 'on', 'record', 'frozen' or a bool"),
+        (lambda: AutotunePolicy(stale="old"), "stale must be one of 'use', 'retune', 'ignore', got 'old'"),
+        (lambda: AutotunePolicy(transfer=1), "transfer must be True or False, got 1"),
+        (lambda: policy_override(tune=True), "unknown field 'tune'; the fields are autotune, transfer, stale"),
+        (lambda: policy_override(autotune="maybe"), "got 'maybe'"),
+    ],
+)
+def test_unknown_policy_values_list_the_known_ones(make, message):
+    with pytest.raises(PolicyError, match=message):
+        make()
+
+
+def test_bools_are_shorthand():
+    assert AutotunePolicy(autotune=True) == AutotunePolicy(autotune="on")
+    assert ConfigSelectorChain(ConfigCache(), autotune=True).policy.autotune == "on"
+    assert ConfigSelectorChain(cache=ConfigCache()).policy == AutotunePolicy(autotune=False)
+
+
+def test_environment_sets_the_default_executors_policy(monkeypatch):
+    from ejkernel.errors import EjkernelError
+    from ejkernel.ops import default_executor, set_default_executor
+
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "frozen")
+    with pytest.raises(ConfigNotFoundError):
+        Counting()(X)
+    set_default_executor(None)
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "sometimes")
+    with pytest.raises(EjkernelError, match="EJKERNEL_AUTOTUNE: 'sometimes' is not one of 'off', 'on'"):
+        default_executor()
+
+
+def test_events_tell_what_happened():
+    events = []
+    executor = new_executor(
+        on_event=lambda name, **data: events.append((name, data["tier"] if name == "select" else None))
+    )
+    kernel = Counting()
+    executor(kernel, X)
+    executor(kernel, X)
+    assert events == [("select", "heuristic")]
+    with policy_override(autotune="record"):
+        executor(kernel, X)
+    assert events[1:] == [("miss", None), ("select", "heuristic")]
+
+
+def test_events_carry_the_key():
+    seen = []
+    executor, kernel = new_executor(on_event=lambda name, **data: seen.append(data)), Counting()
+    executor(kernel, X)
+    assert (seen[0]["device"], seen[0]["op_id"], seen[0]["call_key"]) == executor.explain(kernel, X).key
+    assert seen[0]["cfg"] == Scale(1)
+
+
+def test_explain_shows_what_every_tier_holds_and_changes_nothing(setting):
+    executor, kernel, key, _ = setting
+    executor.chooser.cache.put(*key, Scale(2))
+    with overlay_cache({key: Scale(3)}), policy_override(autotune="on"):
+        explanation = executor.explain(kernel, X)
+    held = {tier.name: tier.cfg for tier in explanation.selection.tiers}
+    assert held == {"overlay": Scale(3), "memory": Scale(2), "autotune": None, "heuristic": Scale(1)}
+    assert (explanation.tier, explanation.cfg, explanation.key) == ("overlay", Scale(3), key)
+    assert (explanation.platform, explanation.method) == ("xla", "run")
+    for text in (key[2], "from overlay", "Scale(factor=2)", "would measure"):
+        assert text in str(explanation)
+
+
+def test_anything_with_choose_can_replace_the_selector():
+    class Always:
+        def choose(self, inv, kernel):
+            return Scale(4)
+
+    executor = Executor(Always())
+    np.testing.assert_array_equal(executor(Counting(), X), 4 * X)
+    assert executor.choose_config(Counting(), X) == Scale(4)
+    assert executor.explain(Counting(), X).tier == "Always"
+    with pytest.raises(TypeError, match=r"needs choose\(inv, kernel\), got int"):
+        Executor(3)

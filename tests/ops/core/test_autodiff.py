@@ -1,0 +1,172 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops import Kernel, registry
+from ejkernel.ops.core.autodiff import GradientError
+from tests.support import OwnBackward, Scale, new_executor
+
+X = jnp.arange(1.0, 5.0)
+
+
+class WithGrads(Kernel[Scale, jax.Array]):
+    """`x * y.sum()` for anything summable as `y`, with whatever gradients it is told to return."""
+
+    def __init__(self, grads):
+        super().__init__("with_grads")
+        self.grads = grads
+
+    def run(self, *args, cfg, **kwargs):
+        return args[0] * 2
+
+    def heuristic_cfg(self, inv):
+        return Scale()
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return self.grads(cotangents)
+
+
+def gradient(kernel, *args, argnums=0, **kwargs):
+    executor = new_executor()
+    return jax.grad(lambda *a: executor(kernel, *a, **kwargs).sum(), argnums=argnums, allow_int=True)(*args)
+
+
+def test_none_means_zero():
+    got = gradient(WithGrads(lambda ct: (ct[0] * 2, None)), X, X, argnums=(0, 1))
+    np.testing.assert_array_equal(got[0], jnp.full(4, 2.0))
+    np.testing.assert_array_equal(got[1], jnp.zeros(4))
+
+
+def test_none_for_leaves_of_a_pytree_means_zero():
+    tree = {"a": X, "b": [X, X]}
+    grads = lambda ct: (None, {"a": ct[0], "b": [None, ct[0] * 3]})
+    got = gradient(WithGrads(grads), X, tree, argnums=1)
+    np.testing.assert_array_equal(got["a"], jnp.ones(4))
+    np.testing.assert_array_equal(got["b"][0], jnp.zeros(4))
+    np.testing.assert_array_equal(got["b"][1], jnp.full(4, 3.0))
+
+
+@pytest.mark.parametrize("returned", [None, 7], ids=["none", "something"])
+def test_integer_arguments_get_float0(returned):
+    ints = jnp.arange(4)
+    grads = lambda ct: (ct[0], None if returned is None else jnp.full(4, returned))
+    got = gradient(WithGrads(grads), X, ints, argnums=(0, 1))
+    assert got[1].dtype == jax.dtypes.float0
+
+
+def test_static_positional_arguments_have_a_place_in_the_gradients():
+    got = gradient(WithGrads(lambda ct: (ct[0] * 5, None, None)), X, "mode", 3)
+    np.testing.assert_array_equal(got, jnp.full(4, 5.0))
+
+
+def test_gradient_takes_the_dtype_of_its_argument():
+    got = gradient(WithGrads(lambda ct: (ct[0].astype(jnp.float32),)), X.astype(jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        (lambda ct: (ct[0],), "a tuple of 2 gradients, one a positional argument, got 1 of them"),
+        (lambda ct: ct[0], "a tuple of 2 gradients, one a positional argument, got a"),
+        (lambda ct: (ct[0][:2], None), r"gradient of argument 0 has shape \(2,\), the argument has \(4,\)"),
+        (lambda ct: (ct[0], {"a": ct[0]}), "gradient of argument 1 has structure"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_named(grads, message):
+    with pytest.raises(GradientError, match=f"with_grads: .*{message}"):
+        gradient(WithGrads(grads), X, (X, X))
+
+
+def test_cotangents_have_one_entry_an_output():
+    seen = []
+
+    class TwoOutputs(Kernel):
+        def run(self, x, *, cfg):
+            return x, 2 * x
+
+        def heuristic_cfg(self, inv):
+            return None
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            seen.append(len(cotangents))
+            return (cotangents[0] + 2 * cotangents[1],)
+
+    executor = new_executor()
+    # Only the second output is used: the first one's cotangent is a zero array, not a symbol.
+    np.testing.assert_array_equal(jax.grad(lambda x: executor(TwoOutputs(), x)[1].sum())(X), jnp.full(4, 2.0))
+    assert seen == [2]
+
+
+class KeywordArray(Kernel):
+    def run(self, x, *, cfg, bias):
+        return x + bias
+
+    def heuristic_cfg(self, inv):
+        return None
+
+    def fwd_with_residuals(self, x, *, cfg, bias):
+        return x + bias, bias
+
+    def vjp(self, residuals, out, dout, x, *, cfg, bias):
+        np.testing.assert_equal(residuals.shape, bias.shape)
+        return (dout,)
+
+
+def test_keyword_array_is_refused_a_gradient_and_never_gets_a_silent_zero():
+    executor = new_executor()
+    loss = lambda x, b: executor(KeywordArray(), x, bias=b).sum()
+    np.testing.assert_array_equal(jax.grad(loss)(X, X), jnp.ones(4))
+    np.testing.assert_array_equal(jax.grad(lambda x: loss(x, jax.lax.stop_gradient(x)))(X), jnp.ones(4))
+    with pytest.raises(GradientError, match=r"keyword argument \['bias'\] is differentiated"):
+        jax.grad(loss, argnums=1)(X, X)
+    with pytest.raises(GradientError, match="Pass it by position"):
+        jax.jit(jax.grad(loss, argnums=1))(X, X)
+
+
+def test_integer_keyword_arrays_need_no_gradient():
+    executor = new_executor()
+    loss = lambda x: executor(KeywordArray(), x, bias=jnp.arange(4)).sum()
+    np.testing.assert_array_equal(jax.grad(loss)(X), jnp.ones(4))
+
+
+def test_jax_differentiates_keyword_arrays_where_the_kernel_has_no_backward_of_its_own():
+    class NoBackward(Kernel):
+        def run(self, x, *, cfg, bias):
+            return x * bias
+
+        def heuristic_cfg(self, inv):
+            return None
+
+    executor = new_executor()
+    np.testing.assert_array_equal(jax.grad(lambda b: executor(NoBackward(), X, bias=b).sum())(X), X)
+
+
+def test_backward_with_configs_of_its_own_is_its_own_problem():
+    executor, kernel, y = new_executor(), OwnBackward(), jnp.ones(4)
+    grad = jax.jit(jax.grad(lambda x: executor(kernel, x, y).sum()))
+    np.testing.assert_allclose(grad(X), jnp.cos(X), rtol=1e-6)
+    device, op_id, call_key = executor.explain(kernel, X, y).key
+    (vjp_key,) = registry._traced.keys() - {(device, op_id, call_key)}
+    assert vjp_key[:2] == (device, f"{op_id}.vjp")
+    executor.chooser.cache.put(*vjp_key, Scale(3))
+    np.testing.assert_allclose(grad(X), 3 * jnp.cos(X), rtol=1e-6)
+    np.testing.assert_allclose(executor(kernel, X, y), jnp.sin(X), rtol=1e-6)
+
+
+def test_explicit_config_is_the_forwards_and_the_backward_keeps_its_own():
+    executor, y = new_executor(), jnp.ones(4)
+    got = jax.grad(lambda x: executor(OwnBackward(), x, y, cfg=Scale(5)).sum())(X)
+    np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
+
+
+def test_compiled_call_freezes_the_backwards_config_too():
+    executor, kernel, y = new_executor(), OwnBackward(), jnp.ones(4)
+    compiled = executor.compile(kernel, X, y)
+    jax.grad(lambda x: executor(kernel, x, y).sum())(X)
+    for key in list(registry._traced):
+        executor.chooser.cache.put(*key, Scale(9))
+    np.testing.assert_allclose(compiled(X, y), jnp.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: compiled(x, y).sum())(X), jnp.cos(X), rtol=1e-6)
+    np.testing.assert_allclose(executor(kernel, X, y), 9 * jnp.sin(X), rtol=1e-6)

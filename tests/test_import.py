@@ -1,0 +1,55 @@
+"""Importing the package starts nothing and brings in nothing heavy; the public names are where the contract says."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code):
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+def test_import_starts_no_backend_and_touches_no_file(tmp_path):
+    code = (
+        "import sys, jax\n"
+        "already = set(sys.modules)\n"
+        "import ejkernel, ejkernel.ops\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, xla_bridge._backends\n"
+        "new = set(sys.modules) - already\n"
+        "heavy = {'pydantic', 'filelock', 'rich', 'typer', 'triton', 'jax_triton'} & new\n"
+        "assert not heavy, heavy\n"
+    )
+    env_dir = tmp_path / "cache"
+    done = run(f"import os; os.environ['EJKERNEL_CACHE_DIR'] = {str(env_dir)!r}\n" + code)
+    assert done.returncode == 0, done.stderr
+    assert not env_dir.exists()
+
+
+HOMES = {
+    "core.kernel": ["Kernel", "Invocation"],
+    "core": ["Kernel", "Invocation"],
+    "core.types": ["Cfg", "Out"],
+    "config.cache": ["ConfigCache", "overlay_cache"],
+    "config.selection": ["ConfigSelectorChain", "AutotunePolicy", "policy_override", "Tuner"],
+    "execution.executor": ["Executor", "ConfigChooser"],
+    "registry": ["record_invocation", "get_invocations"],
+    "utils.fingerprint": [
+        "device_kind", "get_device_platform", "device_fingerprint", "sharding_fingerprint",
+        "default_key_builder_with_sharding", "abstractify", "short_hash", "stable_json",
+    ],
+    "utils.meta": [
+        "label", "find_labels_in_lowered", "extract_labels_from_hlo_text", "labels_to_configs", "LABEL_RE",
+    ],
+    "utils.params": ["FwdParams", "BwdParams"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("home", "name"), [(h, n) for h, names in HOMES.items() for n in names])
+def test_public_name_is_at_home_and_in_ops(home, name):
+    ops = importlib.import_module("ejkernel.ops")
+    assert getattr(ops, name) is getattr(importlib.import_module(f"ejkernel.ops.{home}"), name)
