@@ -58,9 +58,7 @@ class AutotunePolicy:
         return cls(autotune=env.read("EJKERNEL_AUTOTUNE", "off"))  # pyright: ignore[reportArgumentType]
 
 
-def policy_override(
-    selector: ConfigSelectorChain | None = None, /, **changes: Any
-) -> AbstractContextManager[None]:
+def policy_override(selector: ConfigSelectorChain | None = None, /, **changes: Any) -> AbstractContextManager[None]:
     """Changes fields of the policy inside a `with` block, for one selector or for all of them."""
     known = [f.name for f in dataclasses.fields(AutotunePolicy)]
     for name in changes:

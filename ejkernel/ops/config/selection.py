@@ -62,7 +62,9 @@ class Selection:
 
     def __str__(self) -> str:
         device, op_id, call_key = self.inv.key
-        rows = [f"{op_id} on {device}, call {call_key}: {self.cfg!r} from {self.tier} (autotune {self.policy.autotune})"]
+        rows = [
+            f"{op_id} on {device}, call {call_key}: {self.cfg!r} from {self.tier} (autotune {self.policy.autotune})"
+        ]
         for tier in self.tiers:
             held = "-" if tier.cfg is None else repr(tier.cfg)
             mark = "*" if tier.name == self.tier else " "
