@@ -35,6 +35,8 @@ HOMES = {
     "core": ["Kernel", "Invocation"],
     "core.types": ["Cfg", "Out"],
     "config.cache": ["ConfigCache", "overlay_cache"],
+    "config.persistent": ["PersistentCache"],
+    "utils.serialize": ["to_json", "from_json"],
     "config.selection": ["ConfigSelectorChain", "AutotunePolicy", "policy_override", "Tuner"],
     "execution.executor": ["Executor", "ConfigChooser"],
     "registry": ["record_invocation", "get_invocations"],

@@ -3,6 +3,7 @@
 from ejkernel.errors import EjkernelError as EjkernelError
 from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
+from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
 from ejkernel.ops.config.selection import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Tuner as Tuner
@@ -32,3 +33,5 @@ from ejkernel.ops.utils.meta import label as label
 from ejkernel.ops.utils.meta import labels_to_configs as labels_to_configs
 from ejkernel.ops.utils.params import BwdParams as BwdParams
 from ejkernel.ops.utils.params import FwdParams as FwdParams
+from ejkernel.ops.utils.serialize import from_json as from_json
+from ejkernel.ops.utils.serialize import to_json as to_json

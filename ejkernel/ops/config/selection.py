@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
 from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.differences import closest, differences
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils.fingerprint import get_device_platform
 
@@ -143,6 +146,8 @@ class ConfigSelectorChain:
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
         elif policy.autotune == "frozen":
             tiers.append(Tier("frozen", None, "would raise"))
+        else:
+            tiers.append(self._transferred(inv, kernel, policy))
         tiers.append(Tier("heuristic", heuristic(inv, kernel)))
         found = next((tier for tier in tiers if tier.cfg is not None), tiers[-1])
         return Selection(inv, found.cfg, found.name, tuple(tiers), policy)
@@ -160,18 +165,61 @@ class ConfigSelectorChain:
         for depth, overlay in enumerate(reversed(overlays)):
             yield Tier("overlay", overlay.source.get(*inv.key), f"depth {len(overlays) - depth}")
         yield Tier("memory", self.cache.get(*inv.key))
+        if self.persistent is not None:
+            yield self._persistent_tier(self.persistent, inv, kernel, policy)
+
+    def _persistent_tier(
+        self, store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
+    ) -> Tier:
+        entry = store.lookup(*inv.key, cfg_type=kernel.cfg_type, kernel=source_of(kernel), stale=policy.stale)
+        if entry is None:
+            return Tier("persistent")
+        if entry.stale and policy.stale == "retune" and policy.autotune == "on":
+            return Tier("persistent", None, f"stale: {entry.stale}")
+        return Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
+
+    def _transferred(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
+        """The config of the nearest tuned shape, if the kernel accepts it for this one."""
+        if not policy.transfer or self.persistent is None or policy.autotune in ("on", "frozen"):
+            return Tier("transferred")
+        from ejkernel.ops.config.transfer import nearest
+
+        entry = nearest(
+            self.persistent,
+            *inv.key[:2],
+            inv.signature,
+            cfg_type=kernel.cfg_type,
+            accept=lambda cfg: accepts(inv, kernel, cfg),
+            kernel=source_of(kernel),
+            stale=policy.stale,
+        )
+        if entry is None:
+            return Tier("transferred")
+        return Tier(
+            "transferred", entry.cfg, f"tuned for {'; '.join(differences(entry.signature or {}, inv.signature))}"
+        )
 
     def _on_miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
         if policy.autotune == "on":
             return Tier("autotune", self._tune(inv, kernel))
         if policy.autotune == "frozen":
-            raise ConfigNotFoundError(
-                f"{inv.op_id}: no config is stored for call {inv.call_key} on {inv.device_fingerprint}, and the policy "
-                'is "frozen". Tune it first, or set EJKERNEL_AUTOTUNE to "off".'
-            )
+            raise ConfigNotFoundError(self._miss(inv))
         if policy.autotune == "record":
             self._emit("miss", inv)
-        return Tier("heuristic", heuristic(inv, kernel))
+        transferred = self._transferred(inv, kernel, policy)
+        return transferred if transferred.cfg is not None else Tier("heuristic", heuristic(inv, kernel))
+
+    def _miss(self, inv: Invocation[Any, Any]) -> str:
+        """What to tell about a miss: the key, the closest call that is stored, and how the two differ."""
+        lines = [
+            f"{inv.op_id}: no config is stored for call {inv.call_key} on {inv.device_fingerprint}, and the policy is "
+            '"frozen". Tune it first, or set EJKERNEL_AUTOTUNE to "off".'
+        ]
+        stored = () if self.persistent is None else self.persistent.entries(*inv.key[:2])
+        if (found := closest(stored, inv.signature)) is not None:
+            entry, fields = found
+            lines += [f"The closest stored call is {entry.place.call_key}:", *(f"  {field}" for field in fields)]
+        return "\n".join(lines)
 
     def _tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         if self.tuner is None:
@@ -202,6 +250,27 @@ def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         if found is not None and getattr(found, "__func__", found) is not getattr(Kernel, method):
             return found(inv)
     return [heuristic(inv, kernel)]
+
+
+def accepts(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
+    """Whether a config that was tuned for another shape may serve `inv`: a candidate here, on a platform that can."""
+    platform = dispatch.forced_platform(kernel, cfg)
+    if platform is not None and dispatch.refusal(kernel, replace(inv, platform=platform), platform) is not None:
+        return False
+    return _in_space(candidates(inv, kernel), cfg)
+
+
+def _in_space(space: Any, cfg: Any) -> bool:
+    if not isinstance(space, Mapping):
+        return any(context.same_cfg(cfg, candidate) for candidate in space)
+    conditions = [value for value in space.values() if callable(value)]
+    axes = {name: values for name, values in space.items() if not callable(values)}
+    return all(attrgetter(name)(cfg) in values for name, values in axes.items()) and all(c(cfg) for c in conditions)
+
+
+def source_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:
+    """The kernel whose source a measurement depends on."""
+    return kernel.forward if isinstance(kernel, BackwardKernel) else kernel
 
 
 def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], name: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import jax
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
 from ejkernel.ops.config.context import hashable
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import dispatch
@@ -197,7 +198,8 @@ def default_executor() -> Executor:
     if _default is None:
         with _default_lock:
             if _default is None:
-                _default = Executor(ConfigSelectorChain(policy=AutotunePolicy.from_environment()))
+                policy = AutotunePolicy.from_environment()
+                _default = Executor(ConfigSelectorChain(persistent=PersistentCache(), policy=policy))
     return _default
 
 

@@ -1,0 +1,162 @@
+"""The store as a tier of selection: persistent entries, staleness, nearest shapes, what frozen says about a miss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, PersistentCache, policy_override
+from ejkernel.ops.config.selection import ConfigNotFoundError
+from tests.support import OwnBackward, Plain, Scale
+
+X = jnp.ones((8, 4))
+
+
+class Shaped(Plain):
+    """A kernel whose factor must divide its rows."""
+
+    def __init__(self, mode="a"):
+        super().__init__("shaped")
+
+    def run(self, x, *, cfg, mode="a"):
+        return x * cfg.factor
+
+    def config_space(self, inv):
+        return [Scale(f) for f in (1, 2, 4, 8, 16, 32) if inv.args[0].shape[0] % f == 0]
+
+
+def new(path, **kwargs):
+    store = PersistentCache(path=path)
+    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=store, **kwargs)), store
+
+
+def put(executor, store, cfg, *args, kernel=None, **kwargs):
+    kernel = kernel or Shaped()
+    inv = executor.explain(kernel, *args, **kwargs).selection.inv
+    store.put(*inv.key, cfg, signature=inv.signature, kernel=kernel)
+    return inv
+
+
+def test_stored_config_serves_another_process_and_memory_stands_above_it(tmp_path):
+    executor, store = new(tmp_path)
+    put(executor, store, Scale(2), X)
+    other, _ = new(tmp_path)
+    np.testing.assert_array_equal(other(Shaped(), X), 2 * X)
+    explanation = other.explain(Shaped(), X)
+    assert (explanation.tier, explanation.cfg) == ("persistent", Scale(2))
+    other.chooser.cache.put(*explanation.key, Scale(4))
+    np.testing.assert_array_equal(other(Shaped(), X), 4 * X)
+
+
+def test_put_and_delete_reach_jitted_functions(tmp_path):
+    executor, store = new(tmp_path)
+    jitted = jax.jit(lambda x: executor(Shaped(), x))
+    np.testing.assert_array_equal(jitted(X), X)
+    inv = put(executor, store, Scale(2), X)
+    np.testing.assert_array_equal(jitted(X), 2 * X)
+    store.delete(*inv.key)
+    np.testing.assert_array_equal(jitted(X), X)
+
+
+def test_running_never_writes_what_was_not_measured(tmp_path):
+    executor, store = new(tmp_path / "store")
+    executor(Shaped(), X)
+    executor(Shaped(), X, cfg=Scale(2))
+    jax.grad(lambda x: executor(OwnBackward(), x, X).sum())(X)
+    assert len(store) == 0
+    assert not (tmp_path / "store").exists()
+
+
+def test_default_executor_reads_the_default_store(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    executor, _ = new(tmp_path / "configs")
+    put(executor, PersistentCache(), Scale(8), X)
+    np.testing.assert_array_equal(Shaped()(X), 8 * X)
+
+
+class TestStale:
+    @pytest.fixture
+    def setting(self, tmp_path):
+        executor, store = new(tmp_path)
+        inv = executor.explain(Shaped(), X).selection.inv
+        store.put(*inv.key, Scale(2), signature=inv.signature, provenance={"jax": "0.0.1"})
+        return executor
+
+    def test_is_used_by_default_and_named(self, setting):
+        np.testing.assert_array_equal(setting(Shaped(), X), 2 * X)
+        assert "stale: jax 0.0.1 ->" in str(setting.explain(Shaped(), X))
+
+    def test_is_ignored_on_request(self, setting):
+        with policy_override(stale="ignore", transfer=False):
+            np.testing.assert_array_equal(setting(Shaped(), X), X)
+        np.testing.assert_array_equal(setting(Shaped(), X), 2 * X)
+
+    def test_is_tuned_again_on_request_if_tuning_is_on(self, setting):
+        class Last:
+            def autotune(self, make_fn, args, kwargs, candidates):
+                return list(candidates)[-1]
+
+        setting.chooser.tuner = Last()
+        with policy_override(stale="retune"):
+            np.testing.assert_array_equal(setting(Shaped(), X), 2 * X)
+        with policy_override(stale="retune", autotune="on"):
+            np.testing.assert_array_equal(setting(Shaped(), X), 8 * X)
+
+
+class TestTransfer:
+    def test_nearest_tuned_shape_serves_and_is_marked(self, tmp_path):
+        executor, store = new(tmp_path)
+        put(executor, store, Scale(4), jnp.ones((16, 4)))
+        put(executor, store, Scale(2), jnp.ones((1024, 4)))
+        np.testing.assert_array_equal(executor(Shaped(), X), 4 * X)
+        explanation = executor.explain(Shaped(), X)
+        assert explanation.tier == "transferred"
+        assert "args[0].shape: (16, 4) -> (8, 4)" in str(explanation)
+        assert len(store) == 2
+
+    def test_config_that_does_not_fit_the_shape_is_passed_over(self, tmp_path):
+        executor, store = new(tmp_path)
+        put(executor, store, Scale(16), jnp.ones((16, 4)))
+        assert executor.explain(Shaped(), X).tier == "heuristic"
+        put(executor, store, Scale(2), jnp.ones((1024, 4)))
+        assert executor.explain(Shaped(), X).cfg == Scale(2)
+
+    def test_other_dtypes_and_statics_do_not_count(self, tmp_path):
+        executor, store = new(tmp_path)
+        put(executor, store, Scale(4), jnp.ones((16, 4), jnp.bfloat16))
+        put(executor, store, Scale(4), jnp.ones((16, 4)), mode="b")
+        assert executor.explain(Shaped(), X).tier == "heuristic"
+
+    def test_policy_switches_it_off(self, tmp_path):
+        executor, store = new(tmp_path)
+        put(executor, store, Scale(4), jnp.ones((16, 4)))
+        jitted = jax.jit(lambda x: executor(Shaped(), x))
+        np.testing.assert_array_equal(jitted(X), 4 * X)
+        with policy_override(transfer=False):
+            np.testing.assert_array_equal(jitted(X), X)
+
+    def test_space_of_axes_is_understood(self, tmp_path):
+        class Axes(Shaped):
+            def config_space(self, inv):
+                rows = inv.args[0].shape[0]
+                return {"factor": (1, 2, 4, 8, 16), "fits": lambda cfg: rows % cfg.factor == 0}
+
+        executor, store = new(tmp_path)
+        for factor, rows in ((16, 16), (4, 32)):
+            inv = executor.explain(Axes(), jnp.ones((rows, 4))).selection.inv
+            store.put(*inv.key, Scale(factor), signature=inv.signature)
+        assert executor.explain(Axes(), X).cfg == Scale(4)
+
+
+def test_frozen_miss_names_the_key_the_closest_entry_and_the_differing_fields(tmp_path):
+    executor, store = new(tmp_path, autotune="frozen")
+    with policy_override(autotune="off"):
+        near = put(executor, store, Scale(2), jnp.ones((16, 4)))
+        put(executor, store, Scale(2), jnp.ones((16, 3), jnp.bfloat16), mode="b")
+        want = executor.explain(Shaped(), X).key
+    with pytest.raises(ConfigNotFoundError) as caught:
+        executor(Shaped(), X)
+    text = str(caught.value)
+    assert want[2] in text
+    assert f"closest stored call is {near.call_key}:\n  args[0].shape: (16, 4) -> (8, 4)" in text
+    np.testing.assert_array_equal(executor(Shaped(), jnp.ones((16, 4))), 2 * jnp.ones((16, 4)))
