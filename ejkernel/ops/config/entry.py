@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ class StoredEntry:
     cfg_type: Any = None
     _typed: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    @property
+    @functools.cached_property
     def place(self) -> Place:
         """Device, op id and call key."""
         return store_key.place_of(self.key)
@@ -60,7 +61,7 @@ class StoredEntry:
 
     def _remember(self, cfg: Any) -> None:
         # A config that the caller may change must be read anew each time.
-        if _is_hashable(cfg) and _is_hashable(self.cfg_type):
+        if _is_hashable(cfg) and type(cfg).__hash__ is not object.__hash__ and _is_hashable(self.cfg_type):
             self._typed[self.cfg_type] = cfg
 
 

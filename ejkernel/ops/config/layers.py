@@ -49,15 +49,16 @@ class DirectoryLayer:
 
     def find(self, place: Place) -> StoredEntry | None:
         """Entry at `place`; costs one stat when asked again."""
-        path = self.files.path(place)
+        path, known = self.files.path(place), self._known.get(place)
         try:
             stamp = store_files.stamp(path)
         except OSError as e:
-            self._tell_once(f"{self.files.root}: cannot be read ({e.strerror}). What it holds counts as absent.")
-            return None
+            self._tell_once(
+                f"{self.files.root}: cannot be read ({e.strerror}). What was not read yet counts as absent."
+            )
+            return None if known is None else known[1]
         if stamp is None:
             return None
-        known = self._known.get(place)
         if known is not None and known[0] == stamp:
             return known[1]
         entry = self._read(path, place)
@@ -97,7 +98,7 @@ def read_entry(path: Path, place: Place | None = None, layer: str = "store") -> 
     entry = entries.from_bytes(store_files.read(path, entries.MAX_BYTES), layer)
     if place is not None and entry.place != place:
         raise EntryError(f"holds the entry of another key, {tuple(entry.place)}.")
-    if place is None and StoreFiles(path.parents[2]).path(entry.place) != path:
+    if place is None and path.parts[-3:] != store_files.parts(entry.place):
         raise EntryError(f"is not where the entry of {tuple(entry.place)} belongs.")
     return entry
 

@@ -55,7 +55,9 @@ def _process_lock(path: Path, deadline: float | None) -> Iterator[bool]:
     import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path, timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0))
+    # Writable for all: on a shared directory the next one to tune may be another user.
+    timeout = -1 if deadline is None else max(deadline - time.monotonic(), 0)
+    lock = filelock.FileLock(path, timeout=timeout, mode=0o666)
     try:
         lock.acquire(poll_interval=0.02)
     except filelock.Timeout:

@@ -31,6 +31,7 @@ TRIALS = ".trials.jsonl"
 MAX_TRIALS_BYTES = 64 << 20
 
 Stamp = tuple[int, int, int]
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows would translate line ends.
 
 
 @functools.cache
@@ -51,7 +52,7 @@ class StoreFiles:
 
     def path(self, place: Place, suffix: str | None = None) -> Path:
         """File of an entry, or another file beside it."""
-        return self.directory(place.device, place.op_id) / (file_stem(place.call_key) + (suffix or _suffix()))
+        return self.root.joinpath(*parts(place, suffix))
 
     def scan(self, device: str | None = None, op_id: str | None = None) -> Iterator[Path]:
         """Entry files, in order of name."""
@@ -69,11 +70,11 @@ class StoreFiles:
         path = self.path(place, TRIALS)
         path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
         try:
             size = os.fstat(fd).st_size
             # A writer that died in the middle of its line must not take the next line with it.
-            torn = size and os.pread(fd, 1, size - 1) != b"\n"
+            torn = size and os.lseek(fd, size - 1, os.SEEK_SET) >= 0 and os.read(fd, 1) != b"\n"
             _write_all(fd, b"\n" + line if torn else line)
         finally:
             os.close(fd)
@@ -89,6 +90,12 @@ class StoreFiles:
             with contextlib.suppress(jsontext.JsonTextError):
                 trials.append(jsontext.parse(line, max_bytes=entries.MAX_BYTES))
         return [trial for trial in trials if isinstance(trial, dict)]
+
+
+def parts(place: Place, suffix: str | None = None) -> tuple[str, str, str]:
+    """Directories and file name of an entry below the root."""
+    name = file_stem(place.call_key) + (suffix or _suffix())
+    return directory_name(place.device), directory_name(place.op_id), name
 
 
 def stamp(path: Path) -> Stamp | None:
@@ -121,7 +128,7 @@ def _write(path: Path, data: bytes) -> Stamp:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{host()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
         try:
             _write_all(fd, data)
             os.fsync(fd)

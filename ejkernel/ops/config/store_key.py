@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ def split(args: tuple[Any, ...], what: str) -> Any:
     raise StoreKeyError(f"{what}: takes one key, or device, op_id and call_key as text, got {args!r}.")
 
 
+@functools.lru_cache(maxsize=4096)
 def directory_name(text: str) -> str:
     """`text` as the name of a directory: itself where that is safe on every filesystem, else cleaned with a hash."""
     if _SAFE.fullmatch(text) and len(text) <= _MAX_NAME:

@@ -65,7 +65,7 @@ def within(hint: Any) -> tuple[type, ...]:
 def hints(cls: type) -> dict[str, Any]:
     """Declared type of each field of a record; empty where annotations do not resolve."""
     try:
-        return typing.get_type_hints(cls)
+        return typing.get_type_hints(cls, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}
 

@@ -25,7 +25,8 @@ def parse(text: str | bytes, *, max_bytes: int, max_depth: int = MAX_DEPTH) -> A
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if len(data) > max_bytes:
         raise JsonTextError(f"JSON text: {len(data)} bytes, at most {max_bytes} are read.")
-    if (found := depth(data)) > max_depth:
+    # Most texts have too few brackets to be deep, and counting those is quick.
+    if data.count(b"[") + data.count(b"{") > max_depth and (found := depth(data)) > max_depth:
         raise JsonTextError(f"JSON text: nested {found} levels deep, at most {max_depth} are read.")
     try:
         return json.loads(data, parse_constant=_refuse_constant)

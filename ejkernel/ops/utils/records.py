@@ -137,6 +137,6 @@ def _validator(hint: Any) -> Callable[[Any], Any] | None:
 
     try:
         adapter = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
+        return adapter.validator.validate_python  # Where a name in the hint is unknown, asking for it raises.
     except (pydantic.PydanticUserError, NameError, TypeError, AttributeError):
         return None
-    return adapter.validate_python

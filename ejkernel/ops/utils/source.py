@@ -97,7 +97,10 @@ def _functions(item: Any) -> Iterator[types.FunctionType]:
 
 def _unwrap(value: Any) -> Any:
     """The function under jit and other decorators."""
-    return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
+    try:
+        return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
+    except ValueError:  # Wrapped in itself.
+        return value
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -415,18 +416,27 @@ with warnings.catch_warnings(record=True) as caught:
 """
 
 
-def test_a_directory_that_lost_its_permissions(tmp_path):
-    store = tmp_path / "store"
-    for folder in (store / "_" / "_", store / "_", store, tmp_path):
-        folder.mkdir(exist_ok=True, parents=True)
-    for folder in (tmp_path.parent.parent.parent, tmp_path.parent.parent, tmp_path.parent, tmp_path):
-        if folder.owner() == tmp_path.owner() and folder != Path("/tmp"):
-            folder.chmod(0o755)
-    if os.getuid() != 0:
-        pytest.skip("only root can drop its rights")
-    out, err = spawn(UNPRIVILEGED, store).communicate()
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can drop its rights")
+def test_a_directory_that_lost_its_permissions():
+    with tempfile.TemporaryDirectory() as root:
+        os.chmod(root, 0o755)
+        out, err = spawn(UNPRIVILEGED, Path(root, "store")).communicate()
     assert out.splitlines()[0] == "1 1 2 3", err
     assert "Permission denied" in out
+
+
+def test_a_store_that_became_unreadable_still_answers_what_it_knows(cache, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    cache.put(*KEY, Config(1))
+    cache.put("other", Config(2))
+    reader = PersistentCache(cache.path)
+    assert reader.get(*KEY) == Config(1)
+    monkeypatch.setattr("ejkernel.ops.config.store_files.stamp", refuse)
+    with pytest.warns(StoreWarning, match="cannot be read") as caught:
+        assert (reader.get(*KEY), reader.get("other")) == (Config(1), None)
+    assert len(caught) == 1
 
 
 FULL = """
