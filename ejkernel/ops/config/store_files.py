@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def _write(path: Path, data: bytes) -> Stamp:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
         try:
             _write_all(fd, data)
+            _set_time(fd)
             os.fsync(fd)
             written = _stamp(os.fstat(fd))
         finally:
@@ -142,6 +144,13 @@ def _write(path: Path, data: bytes) -> Stamp:
         raise
     _sync_directory(path.parent)
     return written
+
+
+def _set_time(fd: int) -> None:
+    # The system's own times are milliseconds apart, and inodes are used again: two files could look like one.
+    if os.utime in os.supports_fd:
+        now = time.time_ns()
+        os.utime(fd, ns=(now, now))
 
 
 def _sync_directory(path: Path) -> None:

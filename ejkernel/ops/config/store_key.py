@@ -51,7 +51,7 @@ def directory_name(text: str) -> str:
     if _SAFE.fullmatch(text) and len(text) <= _MAX_NAME:
         return text
     # The hash also separates names that differ only in case, which some filesystems do not.
-    return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', text)[:_MAX_NAME]}~{short_hash(text)[:8]}"
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', text)[:_MAX_NAME]}~{short_hash([text])[:8]}"
 
 
 def file_stem(text: str) -> str:

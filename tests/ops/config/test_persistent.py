@@ -134,7 +134,7 @@ def test_directory_names_are_safe_and_distinct(a, b):
 
 
 def test_keys_that_differ_in_case_or_need_escaping_stay_apart(cache):
-    ops = ["op", "Op", "OP", "a/b", "a_b", "a b", "", ".", "..", "é", "x" * 300, "x" * 301]
+    ops = ["op", "Op", "OP", "a/b", "a_b", "a b", "", ".", "..", "é", "x" * 300, "x" * 301, "\ud800"]
     for i, op in enumerate(ops):
         cache.put("dev", op, "k", i)
     again = PersistentCache(cache.path)
@@ -256,6 +256,14 @@ def test_wrong_clocks_do_not_hide_changes(cache, skew_s):
         assert reader.get(*KEY) == Config(i)
     assert upkeep.prune(cache.path) == []
     assert PersistentCache(cache.path).get(*KEY) == Config(2)
+
+
+def test_a_file_carries_the_exact_time_of_its_writing(cache):
+    """The system's own times are milliseconds apart and inodes are used again: they cannot tell two files apart."""
+    for i in range(20):
+        before = time.time_ns()
+        cache.put("k", i)
+        assert before <= only_file(cache).stat().st_mtime_ns <= time.time_ns()
 
 
 # Broken files.
