@@ -149,6 +149,17 @@ def test_a_race_stopped_anywhere_picks_the_truly_fast(rounds):
     assert machine.truth[contest.result.winner] < 1.02
 
 
+def test_stopped_early_in_the_final_the_heats_still_count():
+    contest = Race(["worse", "good", "guess"], heuristic="guess")
+    while contest.phase == "heats":
+        times = {"worse": 1.02 * (1.03 if contest.rounds % 2 else 0.97), "good": 1.0, "guess": 20.0}
+        contest.record({key: times[key] for key in contest.next_round()})
+    assert contest.survivors == ["worse", "good", "guess"]
+    contest.record({"worse": 0.5, "good": 1.0, "guess": 20.0})  # One lucky sample against all of the heats.
+    contest.stop()
+    assert contest.result.winner == "good"
+
+
 def test_stopping_inside_the_first_round_uses_what_was_measured():
     contest = Race("abcd", heuristic="a")
     contest.stop({"b": 1.0, "c": 2.0})

@@ -35,7 +35,7 @@ class Pattern(Generic[Cfg]):
         *,
         seed: int = 0,
         batch: int = 32,
-        leaders: int = 3,
+        leaders: int = 5,
         max_trials: int = 256,
     ) -> None:
         self.space = space
