@@ -169,6 +169,19 @@ def test_a_config_that_the_caller_changes_stays_as_stored(cache):
     assert cache.get("k") == {"blocks": [1, 2]}
 
 
+@dataclasses.dataclass(eq=False)
+class Mutable:
+    block: int = 1
+
+
+def test_a_config_that_hashes_by_identity_is_not_shared(cache):
+    cfg = Mutable()
+    cache.put("k", cfg)
+    cfg.block = 2
+    cache.get("k").block = 3
+    assert cache.get("k").block == 1
+
+
 def test_a_config_that_is_not_data_is_refused(cache):
     with pytest.raises(ConfigEncodeError, match="cannot be stored"):
         cache.put(*KEY, Config(block=print))  # pyright: ignore[reportArgumentType]
@@ -397,6 +410,20 @@ def test_a_path_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("mine")
     goes_on_in_memory(PersistentCache(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_disk_that_recovers_takes_over_again(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    cache = PersistentCache(path)
+    with pytest.warns(StoreWarning):
+        cache.put("k", 1)
+    assert cache.in_memory
+    path.unlink()
+    cache.put("k", 2)
+    assert not cache.in_memory
+    PersistentCache(path).put("k", 3)
+    assert cache.get("k") == 3
 
 
 def test_a_path_below_a_file(tmp_path):

@@ -166,6 +166,11 @@ def test_reads_back_the_same(cfg, typed):
     same(from_json(to_json(cfg), type(cfg) if typed else None), cfg)
 
 
+def test_only_a_config_that_contradicts_its_annotations_goes_unchecked():
+    assert "exact" not in encode_cfg(Config(scale=1))
+    assert encode_cfg(Config(block_size="x"))["exact"]  # pyright: ignore[reportArgumentType]
+
+
 json_leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 other_leaves = st.sampled_from([Algorithm.FAST, Order.COLUMN, np.dtype("bfloat16"), jnp.int4, np.uint8, Tile(1, 2)])
 values = st.recursive(
