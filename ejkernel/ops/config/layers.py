@@ -37,6 +37,23 @@ class Layer(Protocol):
         ...
 
 
+class MemoryLayer:
+    """Entries that could not be written."""
+
+    name = "store"
+
+    def __init__(self, memory: dict[Place, StoredEntry]) -> None:
+        self._memory = memory
+
+    def find(self, place: Place) -> StoredEntry | None:
+        """Entry at `place`."""
+        return self._memory.get(place)
+
+    def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
+        """Entries in order of place."""
+        yield from _narrowed(self._memory, device, op_id)
+
+
 class DirectoryLayer:
     """Entries in a directory. What was read is remembered until the file is replaced, a broken file too."""
 
@@ -118,9 +135,7 @@ class PackLayer:
 
     def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
         """Entries in order of place."""
-        for place, entry in sorted(self._load().items()):
-            if device in (None, place.device) and op_id in (None, place.op_id):
-                yield entry
+        yield from _narrowed(self._load(), device, op_id)
 
     def _load(self) -> dict[Place, StoredEntry]:
         with self._lock:
@@ -146,6 +161,12 @@ class PackLayer:
         for problem in pack.problems:
             warnings.warn(f"pack {self.source}: {problem} It is left out.", StoreWarning, stacklevel=6)
         return pack.entries
+
+
+def _narrowed(found: dict[Place, StoredEntry], device: str | None, op_id: str | None) -> Iterator[StoredEntry]:
+    for place in sorted(found):
+        if device in (None, place.device) and op_id in (None, place.op_id):
+            yield found[place]
 
 
 def layers_of(source: str | os.PathLike[str]) -> list[Layer]:

@@ -17,7 +17,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import layers, locks, packs, provenance, store_files, store_key
 from ejkernel.ops.config.entry import EntryError, StoredEntry
-from ejkernel.ops.config.layers import DirectoryLayer, Layer
+from ejkernel.ops.config.layers import DirectoryLayer, Layer, MemoryLayer
 from ejkernel.ops.config.layers import StoreWarning as StoreWarning
 from ejkernel.ops.config.store_key import Place
 from ejkernel.ops.utils.fingerprint import short_hash
@@ -250,7 +250,7 @@ class PersistentCache:
             if self._pack_layers is None:
                 sources = [*packs.from_environment(), *packs.from_packages()] if self._packs is None else self._packs
                 self._pack_layers = [layer for source in sources for layer in layers.layers_of(source)]
-            return [_MemoryLayer(self._memory), self._store, *self._pack_layers]
+            return [MemoryLayer(self._memory), self._store, *self._pack_layers]
 
     def _fitting(self, entry: StoredEntry, cfg_type: Any) -> StoredEntry | None:
         entry = entry.typed(cfg_type)
@@ -300,23 +300,6 @@ class PersistentCache:
                 return
             self._told.add(what)
         warnings.warn(text, StoreWarning, stacklevel=4)
-
-
-class _MemoryLayer:
-    """Entries that could not be written."""
-
-    name = "memory"
-
-    def __init__(self, memory: dict[Place, StoredEntry]) -> None:
-        self._memory = memory
-
-    def find(self, place: Place) -> StoredEntry | None:
-        return self._memory.get(place)
-
-    def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
-        for place, entry in sorted(self._memory.items()):
-            if device in (None, place.device) and op_id in (None, place.op_id):
-                yield entry
 
 
 def _provenance(kernel: Any) -> dict[str, Any]:

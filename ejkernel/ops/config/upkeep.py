@@ -103,9 +103,10 @@ def _verify_entry(entry: StoredEntry, where: str) -> Iterator[Problem]:
         yield Problem(where=where, level="note", text="its call key is not the hash of its signature.")
     try:
         serialize.decode_cfg(entry.cfg_data)
+    except serialize.UnknownClassError:
+        pass  # Only the program that has the class can tell.
     except serialize.ConfigMismatchError as e:
-        unknown = "no loaded class" in str(e)
-        yield Problem(where=where, level="note" if unknown else "error", text=str(e))
+        yield Problem(where=where, level="error", text=str(e))
 
 
 def _is_set_aside(path: Path) -> bool:

@@ -18,6 +18,10 @@ class ConfigMismatchError(EjkernelError, ValueError):
     """Stored data no longer fits the config class it was written from."""
 
 
+class UnknownClassError(ConfigMismatchError):
+    """The class of stored data is not loaded, and reading must not load it."""
+
+
 def fields_of(record: Any) -> dict[str, Any]:
     """Fields of a record with their values, in order."""
     if dataclasses.is_dataclass(record):

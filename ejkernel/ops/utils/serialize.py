@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ejkernel.ops.utils import classes, jsontext, tagged
 from ejkernel.ops.utils.fingerprint import stable_json
 from ejkernel.ops.utils.records import ConfigMismatchError as ConfigMismatchError
+from ejkernel.ops.utils.records import UnknownClassError as UnknownClassError
 from ejkernel.ops.utils.tagged import ConfigEncodeError as ConfigEncodeError
 
 MAX_BYTES = 1 << 20
@@ -70,12 +71,7 @@ def _decode_value(name: str, value: Any, cfg_type: Any, where: str, check: bool)
     is_fields = isinstance(value, dict) and not any(key.startswith("$") for key in value)
     if not is_fields or name == "builtins:dict":
         return tagged.decode(value, cfg_type, where, check=check)
-    cls = classes.find(name, classes.within(cfg_type))
-    if cls is None:
-        raise ConfigMismatchError(
-            f"{where}: no loaded class is called {name!r}. Import its module before reading, or pass cfg_type=."
-        )
-    return tagged.decode_record(cls, value, where, check=check)
+    return tagged.decode_record(tagged.find_class(name, cfg_type, where), value, where, check=check)
 
 
 def _reads_back(data: dict[str, Any], cfg: Any) -> bool:

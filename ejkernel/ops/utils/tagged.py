@@ -17,7 +17,7 @@ import numpy as np
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.utils import classes, records
 from ejkernel.ops.utils.fingerprint import stable_json
-from ejkernel.ops.utils.records import ConfigMismatchError
+from ejkernel.ops.utils.records import ConfigMismatchError, UnknownClassError
 
 _BUILTIN_TYPES = {t.__name__: t for t in (bool, int, float, complex)}
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -70,9 +70,9 @@ def decode(data: Any, hint: Any = None, where: str = "value", *, check: bool = T
     inner = lambda v: decode(v, hint, where, check=check)
     try:
         if tag == "$type":
-            return decode_record(_find(data["$type"], hint, where), data["fields"], where, check=check)
+            return decode_record(find_class(data["$type"], hint, where), data["fields"], where, check=check)
         if tag == "$enum":
-            return decode_member(_find(data["$enum"], hint, where), data, where)
+            return decode_member(find_class(data["$enum"], hint, where), data, where)
         return _DECODERS[tag](data, inner)
     except ConfigMismatchError:
         raise
@@ -100,10 +100,11 @@ def decode_member(cls: Any, data: Mapping[str, Any], where: str) -> Any:
         raise ConfigMismatchError(f"{where}: {classes.name_of(cls)} has no member {e.args[0]!r}, only {known}.") from e
 
 
-def _find(name: str, hint: Any, where: str) -> type:
+def find_class(name: str, hint: Any, where: str) -> type:
+    """Class called `name`, preferably one that `hint` mentions."""
     cls = classes.find(name, classes.within(hint))
     if cls is None:
-        raise ConfigMismatchError(
+        raise UnknownClassError(
             f"{where}: no loaded class is called {name!r}. Import its module first, or pass cfg_type=."
         )
     return cls

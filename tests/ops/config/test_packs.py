@@ -280,7 +280,6 @@ def test_verify_reports_each_kind_of_problem(tmp_path):
         "broken.json": "error",
         "elsewhere.json": "error",
         "misfit.json": "error",
-        "unknown.json": "note",
         "signed.json": "note",
         "x.json.broken": "note",
     }
