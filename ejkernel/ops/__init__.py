@@ -1,5 +1,8 @@
 """The framework: kernels, which config a call gets, running and measuring."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ejkernel.errors import EjkernelError as EjkernelError
 from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
@@ -35,3 +38,33 @@ from ejkernel.ops.utils.params import BwdParams as BwdParams
 from ejkernel.ops.utils.params import FwdParams as FwdParams
 from ejkernel.ops.utils.serialize import from_json as from_json
 from ejkernel.ops.utils.serialize import to_json as to_json
+
+# Measuring is imported when it is first asked for: most processes only run.
+_LAZY = {
+    "AutotuningResult": "tuning",
+    "Autotuner": "tuning",
+    "Entry": "tuning",
+    "Measurement": "tuning",
+    "autotune": "tuning",
+    "autotune_recorded": "tuning",
+    "benchmark": "tuning",
+}
+
+if TYPE_CHECKING:
+    from ejkernel.ops.execution.tuning import Autotuner as Autotuner
+    from ejkernel.ops.execution.tuning import AutotuningResult as AutotuningResult
+    from ejkernel.ops.execution.tuning import Entry as Entry
+    from ejkernel.ops.execution.tuning import Measurement as Measurement
+    from ejkernel.ops.execution.tuning import autotune as autotune
+    from ejkernel.ops.execution.tuning import autotune_recorded as autotune_recorded
+    from ejkernel.ops.execution.tuning import benchmark as benchmark
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.execution.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

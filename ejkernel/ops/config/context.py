@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -80,6 +80,11 @@ def entered(*, overlay: Overlay | None = None, override: Override | None = None)
         scope = replace(scope, overrides=(*scope.overrides, override))
     with _scope(scope):
         yield
+
+
+def same_scope() -> AbstractContextManager[None]:
+    """A context that gives another thread the scope of this one."""
+    return _scope(current_scope())
 
 
 def invalidate() -> None:

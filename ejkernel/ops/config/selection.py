@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +23,7 @@ from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils.fingerprint import get_device_platform
 
 if TYPE_CHECKING:
+    from ejkernel.ops.config.entry import StoredEntry
     from ejkernel.ops.config.persistent import PersistentCache
 
 logger = logging.getLogger(__name__)
@@ -28,10 +31,6 @@ logger = logging.getLogger(__name__)
 
 class ConfigNotFoundError(EjkernelError, LookupError):
     """The policy is `frozen` and nothing is stored for a call."""
-
-
-class NoTunerError(EjkernelError, RuntimeError):
-    """The policy asks for tuning and there is nothing that can tune."""
 
 
 class Tuner(Protocol):
@@ -78,6 +77,23 @@ class Selection:
 OnEvent = Callable[..., None]
 
 
+def default_tuner() -> Any:
+    """The tuner of selectors that were given none; `ejkernel.ops.execution`, which stands above, puts its own here."""
+    raise EjkernelError("ConfigSelectorChain: tuning needs a tuner=, or `import ejkernel.ops`.")
+
+
+class _Flights:
+    """One lock a key, so that threads that miss the same call measure it once."""
+
+    def __init__(self) -> None:
+        self._locks: dict[Any, threading.RLock] = {}
+        self._lock = threading.Lock()
+
+    def of(self, key: Any) -> threading.RLock:
+        with self._lock:
+            return self._locks.setdefault(key, threading.RLock())
+
+
 class ConfigSelectorChain:
     """Asks one tier after the other: explicit config, overlays, memory, disk, tuning, nearest shape, guess.
 
@@ -103,6 +119,7 @@ class ConfigSelectorChain:
         self.persist_autotune = persist_autotune
         self.on_event = on_event
         self._policy = policy or AutotunePolicy(autotune=autotune or "off")  # pyright: ignore[reportArgumentType]
+        self._flights = _Flights()
 
     @property
     def policy(self) -> AutotunePolicy:
@@ -180,11 +197,21 @@ class ConfigSelectorChain:
 
     def _transferred(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
         """The config of the nearest tuned shape, if the kernel accepts it for this one."""
-        if not policy.transfer or self.persistent is None or policy.autotune in ("on", "frozen"):
+        entry = self._nearest(inv, kernel, policy) if policy.transfer else None
+        if entry is None:
             return Tier("transferred")
+        return Tier(
+            "transferred", entry.cfg, f"tuned for {'; '.join(differences(entry.signature or {}, inv.signature))}"
+        )
+
+    def _nearest(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
+    ) -> StoredEntry | None:
+        if self.persistent is None:
+            return None
         from ejkernel.ops.config.transfer import nearest
 
-        entry = nearest(
+        return nearest(
             self.persistent,
             *inv.key[:2],
             inv.signature,
@@ -193,15 +220,10 @@ class ConfigSelectorChain:
             kernel=source_of(kernel),
             stale=policy.stale,
         )
-        if entry is None:
-            return Tier("transferred")
-        return Tier(
-            "transferred", entry.cfg, f"tuned for {'; '.join(differences(entry.signature or {}, inv.signature))}"
-        )
 
     def _on_miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
         if policy.autotune == "on":
-            return Tier("autotune", self._tune(inv, kernel))
+            return Tier("autotune", self._tune(inv, kernel, policy))
         if policy.autotune == "frozen":
             raise ConfigNotFoundError(self._miss(inv))
         if policy.autotune == "record":
@@ -221,14 +243,47 @@ class ConfigSelectorChain:
             lines += [f"The closest stored call is {entry.place.call_key}:", *(f"  {field}" for field in fields)]
         return "\n".join(lines)
 
-    def _tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
-        if self.tuner is None:
-            raise NoTunerError(f"{inv.op_id}: the policy asks for tuning, but the selector has no tuner=.")
-        make_fn = lambda cfg: lambda *args, **kwargs: run_with(kernel, inv, cfg, args, kwargs)
-        cfg = self.tuner.autotune(make_fn, inv.args, inv.kwargs, candidates(inv, kernel))
+    def _tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Any:
+        """Measures, unless another thread or process has done so meanwhile."""
+        with self._alone(inv.key):
+            for tier in self._stored(inv, kernel, policy):
+                if tier.cfg is not None:
+                    return tier.cfg
+            if hasattr(tuner := self.tuner if self.tuner is not None else default_tuner(), "tune"):
+                return self.tune(inv, kernel, tuner=tuner).cfg
+            make_fn = lambda cfg: lambda *args, **kwargs: run_with(kernel, inv, cfg, args, kwargs)
+            cfg = tuner.autotune(make_fn, inv.args, inv.kwargs, candidates(inv, kernel))
+            self._remember(inv, kernel, cfg)
+            return cfg
+
+    @contextmanager
+    def _alone(self, key: tuple[str, str, str]) -> Iterator[None]:
+        """Among all threads, and all processes that share the store, the only one to measure a call."""
+        store = self.persistent
+        with self._flights.of(key), store.tuning_lock(key) if store is not None else nullcontext():
+            yield
+
+    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, tuner: Any = None) -> Any:
+        """Measures the candidates of a call now, stores the winner, and returns the whole outcome."""
+        tuner = tuner or self.tuner or default_tuner()
+        near = self._nearest(inv, kernel, effective_policy(self))
+        with self._alone(inv.key):
+            tuning = tuner.tune(inv, kernel, store=self.persistent, seeds=() if near is None else (near.cfg,))
+        # A tuning that was stopped before it measured anything has only a guess, which is never stored.
+        if tuning.measurement is not None:
+            new = bool(tuning.candidates)
+            self._remember(
+                inv, kernel, tuning.cfg, persist=new, statistics=tuning.statistics(), complete=tuning.complete
+            )
+        return tuning
+
+    def _remember(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, *, persist: bool = True, **facts: Any
+    ) -> None:
         self.cache.put(*inv.key, cfg)
-        self._emit("tuned", inv, cfg=cfg)
-        return cfg
+        if persist and self.persistent is not None and self.persist_autotune:
+            self.persistent.put(*inv.key, cfg, signature=inv.signature, kernel=source_of(kernel), **facts)
+        self._emit("tuned", inv, cfg=cfg, **facts)
 
     def _emit(self, name: str, inv: Invocation[Any, Any], **data: Any) -> None:
         device, op_id, call_key = inv.key

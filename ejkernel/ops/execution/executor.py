@@ -12,6 +12,7 @@ import jax
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
+from ejkernel.ops.config import selection
 from ejkernel.ops.config.context import hashable
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -187,6 +188,14 @@ def _record_data(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> None:
         args, kwargs = prepared(kernel, args, kwargs)
         registry.note_traced(kernel, Invocation(kernel=kernel, args=args, kwargs=kwargs))
 
+
+def _new_tuner() -> Any:
+    from ejkernel.ops.execution.tuner import Autotuner
+
+    return Autotuner()
+
+
+selection.default_tuner = _new_tuner
 
 _default: Executor | None = None
 _default_lock = threading.Lock()

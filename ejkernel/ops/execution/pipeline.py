@@ -202,6 +202,8 @@ class Pipeline:
         if backward is None:
             return forward
         inv = backward_invocation(backward, forward.inv)
+        # What the backward is given depends on the forward that ran; tuning the one needs the other.
+        inv = replace(inv, platform=forward.platform, metadata={**inv.metadata, "forward_cfg": forward.cfg})
         registry.note_traced(backward, inv)
         cfg = fixed.vjp_cfg if fixed.vjp_cfg is not None else self.chooser.choose(inv, backward)
         platform = dispatch.forced_platform(fixed.kernel, cfg) or forward.platform

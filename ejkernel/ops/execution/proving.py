@@ -1,0 +1,86 @@
+"""Proving: whether a candidate computes the same thing as the truth it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOLERANCES = {
+    "float64": 1e-9,
+    "complex128": 1e-9,
+    "float32": 1e-4,
+    "complex64": 1e-4,
+    "float16": 5e-3,
+    "bfloat16": 2e-2,
+}
+"""Of the root mean square of the truth plus the element itself; narrower floats get `NARROW`."""
+NARROW = 0.25
+REDUCED_FLOAT32 = 5e-3
+"""For float32 on accelerators, whose matrix units round to fewer bits by default."""
+
+Tolerance = float | Mapping[str, float] | None
+
+
+def tolerance_for(dtype: Any, override: Tolerance) -> float:
+    """The tolerance for an output of this dtype; a kernel's own `tolerance` goes first."""
+    name = np.dtype(dtype).name
+    if isinstance(override, Mapping):
+        override = override.get(name)
+    if override is not None:
+        return float(override)
+    if name in ("float32", "complex64") and jax.default_backend() != "cpu":
+        return REDUCED_FLOAT32
+    return TOLERANCES.get(name, NARROW)
+
+
+def mismatch(got: Any, want: Any, tolerance: Tolerance = None) -> str | None:
+    """How `got` differs from `want`; None if it is the same structure, shapes, dtypes and numbers."""
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        return f"structure {jax.tree.structure(got)} instead of {jax.tree.structure(want)}"
+    paths = jax.tree_util.tree_flatten_with_path(want)[0]
+    for (path, expected), actual in zip(paths, jax.tree.leaves(got), strict=True):
+        if (reason := _leaf_mismatch(actual, expected, tolerance)) is not None:
+            where = jax.tree_util.keystr(path)
+            return f"output{where}: {reason}" if where else reason
+    return None
+
+
+def _leaf_mismatch(got: Any, want: Any, tolerance: Tolerance) -> str | None:
+    if jnp.shape(got) != jnp.shape(want):
+        return f"shape {jnp.shape(got)} instead of {jnp.shape(want)}"
+    if got.dtype != want.dtype:
+        return f"dtype {got.dtype} instead of {want.dtype}"
+    if got.dtype == jax.dtypes.float0 or got.size == 0:
+        return None
+    if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    if not jnp.issubdtype(got.dtype, jnp.inexact):
+        wrong = int((got != want).sum())
+        return f"{wrong} of {got.size} elements differ" if wrong else None
+    limit = tolerance_for(got.dtype, tolerance)
+    nans, worst = (float(x) for x in _compare(got, want))
+    if nans:
+        return f"{nans:.0f} of {got.size} elements are NaN or infinite where the truth is not, or the reverse"
+    return f"error {worst:.1e} is above the tolerance {limit:.1e} of {got.dtype}" if worst > limit else None
+
+
+@jax.jit
+def _compare(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Elements that are finite on one side only, and the largest error, relative to the truth's size."""
+    wide = jnp.promote_types(got.dtype, jnp.float32)
+    got, want = got.astype(wide), want.astype(wide)
+    # Infinities must be the same ones; a NaN need only be a NaN.
+    unlike = (jnp.isnan(got) != jnp.isnan(want)) | ((jnp.isinf(got) | jnp.isinf(want)) & (got != want))
+    finite = jnp.isfinite(got) & jnp.isfinite(want)
+    got, want = jnp.where(finite, got, 0), jnp.where(finite, want, 0)
+    size = jnp.abs(want)
+    # Scaled before squaring: large truths must not overflow.
+    top = jnp.maximum(size.max(), jnp.finfo(wide).tiny)
+    scale = top * jnp.sqrt(jnp.mean((size / top) ** 2)) + size
+    error = jnp.abs(got - want)
+    worst = jnp.max(jnp.where(error > 0, error / jnp.maximum(scale, jnp.finfo(wide).tiny), 0))
+    return jnp.sum(unlike), worst

@@ -1,0 +1,113 @@
+"""What a tuning found: the winner, how surely, and what became of every candidate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ejkernel.ops.execution.standings import Estimate, Ratio
+
+Status = Literal["winner", "finalist", "raced out", "screened", "unfinished", "failed", "wrong", "duplicate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The time of one call: a median with the interval that holds it at 95 %, and the clock it was read from."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    samples: int
+    timer: str
+
+    @classmethod
+    def of(cls, estimate: Estimate | None, timer: str) -> Measurement | None:
+        """The same estimate in milliseconds."""
+        if estimate is None:
+            return None
+        return cls(
+            median_ms=1e3 * estimate.median_s,
+            low_ms=1e3 * estimate.low_s,
+            high_ms=1e3 * estimate.high_s,
+            samples=estimate.n,
+            timer=timer,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.median_ms:.4g} ms [{self.low_ms:.4g}, {self.high_ms:.4g}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What became of one config."""
+
+    cfg: Any
+    status: Status
+    reason: str = ""
+    measurement: Measurement | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The outcome of one tuning.
+
+    Attributes:
+      cfg: The winner.
+      complete: Whether it ran to its end, rather than to a budget or Ctrl-C.
+      measurement: The winner's time, from fresh samples.
+      speedup: Over the heuristic, with its interval; None if the heuristic could not run.
+      candidates: Every config that was considered.
+      timer: The clock; times of different clocks are not comparable.
+      rounds: Rounds of the race.
+      seconds: Time spent.
+    """
+
+    cfg: Any
+    complete: bool
+    measurement: Measurement | None
+    speedup: Ratio | None
+    candidates: tuple[Candidate, ...]
+    timer: str
+    rounds: int
+    seconds: float
+
+    def counts(self) -> dict[str, int]:
+        """How many candidates ended in which way."""
+        return dict(Counter(candidate.status for candidate in self.candidates))
+
+    def statistics(self) -> Mapping[str, Any]:
+        """The outcome as data, for the store."""
+        return {
+            "timer": self.timer,
+            "measurement": None if self.measurement is None else asdict(self.measurement),
+            "speedup": None if self.speedup is None else asdict(self.speedup),
+            "rounds": self.rounds,
+            "seconds": round(self.seconds, 3),
+            "counts": self.counts(),
+            "candidates": [
+                {"cfg": repr(c.cfg), "status": c.status, "reason": c.reason,
+                 "median_ms": None if c.measurement is None else c.measurement.median_ms}
+                for c in self.candidates
+            ],
+        }  # fmt: skip
+
+    def summary(self) -> str:
+        """One paragraph for a person."""
+        counts = ", ".join(f"{n} {status}" for status, n in self.counts().items())
+        lines = [
+            f"tried {len(self.candidates)}: {counts}; {self.rounds} rounds, {self.timer} timer, {self.seconds:.1f} s"
+        ]
+        lines.append(
+            f"winner {self.cfg!r}: {self.measurement or 'not measured'}{'' if self.complete else ' (incomplete)'}"
+        )
+        if self.speedup is not None:
+            gain = self.speedup
+            lines.append(f"speed-up over the heuristic {gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]")
+        lines += [
+            f"  {c.status}: {c.cfg!r}: {c.reason.splitlines()[0]}"
+            for c in self.candidates
+            if c.status in ("failed", "wrong")
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""Measuring and choosing, as users call it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops import registry
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.execution.benchmarking import benchmark as benchmark
+from ejkernel.ops.execution.executor import Executor, default_executor
+from ejkernel.ops.execution.pipeline import invocation, prepared
+from ejkernel.ops.execution.report import Candidate as Candidate
+from ejkernel.ops.execution.report import Measurement as Measurement
+from ejkernel.ops.execution.report import Tuning as Tuning
+from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
+from ejkernel.ops.execution.result import Entry as Entry
+from ejkernel.ops.execution.tuner import Autotuner as Autotuner
+from ejkernel.ops.execution.tuner import TuningError as TuningError
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+logger = logging.getLogger("ejkernel.tuning")
+
+Recorded = Mapping[str, Mapping[str, tuple[Kernel[Any, Any], tuple[Any, ...], Mapping[str, Any]]]]
+
+
+class RecordedCallsError(EjkernelError, TypeError):
+    """What was given is neither recorded calls nor a selector."""
+
+
+def autotune(
+    kernel: Kernel[Any, Any],
+    /,
+    *args: Any,
+    configs: Any = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    selector: ConfigSelectorChain | None = None,
+    tuner: Autotuner | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The fastest correct config for a call, measured now.
+
+    Args:
+      kernel: What to tune.
+      *args: The call's arguments, abstract or not.
+      configs: What to try; by default the kernel's own `config_space`. With it nothing is stored.
+      num_warmup: Runs of each candidate before its first sample.
+      num_iters: The least number of samples behind the winner's figures.
+      selector: Whose caches take the result; by default the default executor's. A call that is stored there already is
+        not measured again, except against candidates that are new.
+      tuner: Further settings; `num_warmup` and `num_iters` are then its own.
+      **kwargs: The call's keyword arguments.
+    """
+    tuner = tuner if tuner is not None else Autotuner(num_warmup=num_warmup, num_iters=num_iters)
+    args, kwargs = prepared(kernel, args, kwargs)
+    inv = replace(invocation(kernel, args, kwargs), args=args, kwargs=kwargs)
+    if configs is not None:
+        return tuner.tune(inv, kernel, configs=configs).cfg
+    return _selector(selector).tune(inv, kernel, tuner=tuner).cfg
+
+
+def autotune_recorded(
+    invocations: Recorded | ConfigSelectorChain | None = None,
+    selector: ConfigSelectorChain | Recorded | None = None,
+    *,
+    tuner: Autotuner | None = None,
+) -> AutotuningResult:
+    """Tunes recorded calls, each once, and stores the results in the selector's caches.
+
+    Args:
+      invocations: What `get_invocations()` returned, which is the default. A selector here is taken as `selector`.
+      selector: Whose caches take the results; by default the default executor's.
+      tuner: How to measure; by default the selector's own.
+
+    Returns:
+      A result with one entry a call; a call that could not be tuned is in `unmatched`, with the reason.
+    """
+    if isinstance(invocations, ConfigSelectorChain):
+        invocations, selector = (selector, invocations)
+    calls = registry.get_invocations() if invocations is None else invocations
+    if not isinstance(calls, Mapping) or (selector is not None and not isinstance(selector, ConfigSelectorChain)):
+        raise RecordedCallsError(
+            "autotune_recorded: give the mapping of get_invocations() and, optionally, a ConfigSelectorChain, got "
+            f"{type(calls).__name__} and {type(selector).__name__}."
+        )
+    chain = _selector(selector)
+    entries, unmatched = [], []
+    for op_id, by_key in calls.items():
+        for call_key, (kernel, args, kwargs) in by_key.items():
+            inv = _recorded_invocation(op_id, call_key, kernel, args, kwargs)
+            try:
+                tuning = chain.tune(inv, kernel, tuner=tuner)
+            except EjkernelError as error:
+                logger.warning("%s %s: not tuned: %s", op_id, call_key, error)
+                unmatched.append(f"{op_id} {call_key}: {error}")
+            else:
+                entries.append(Entry(op_id, call_key, tuning.cfg, tuning.statistics()))
+    return AutotuningResult(device_fingerprint(), tuple(entries), tuple(unmatched))
+
+
+def _recorded_invocation(
+    op_id: str, call_key: str, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Invocation[Any, Any]:
+    """The call as it was traced: its context and platform are known to the registry, not to the mapping."""
+    traced = registry.traced(op_id, call_key)
+    if traced is not None:
+        return replace(traced, kernel=kernel, args=tuple(args), kwargs=dict(kwargs))
+    return Invocation(kernel=kernel, op_id=op_id, args=tuple(args), kwargs=dict(kwargs))
+
+
+def _selector(selector: ConfigSelectorChain | None) -> ConfigSelectorChain:
+    if selector is not None:
+        return selector
+    executor: Executor = default_executor()
+    if not isinstance(executor.chooser, ConfigSelectorChain):
+        raise RecordedCallsError(
+            f"The default executor chooses with {type(executor.chooser).__name__}; pass selector= to store results."
+        )
+    return executor.chooser
