@@ -21,6 +21,8 @@ lint: $(STAMP)
 
 bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/store.py
+	$(BIN)/python -m benchmarks.racing
 
 lock: $(STAMP)  ## Resolve the pinned versions anew.
 	$(BIN)/pip install --quiet uv

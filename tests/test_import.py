@@ -39,6 +39,9 @@ HOMES = {
     "utils.serialize": ["to_json", "from_json"],
     "config.selection": ["ConfigSelectorChain", "AutotunePolicy", "policy_override", "Tuner"],
     "execution.executor": ["Executor", "ConfigChooser"],
+    "execution.tuning": [
+        "Autotuner", "AutotuningResult", "Entry", "Measurement", "autotune", "autotune_recorded", "benchmark",
+    ],
     "registry": ["record_invocation", "get_invocations"],
     "utils.fingerprint": [
         "device_kind", "get_device_platform", "device_fingerprint", "sharding_fingerprint",
