@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ejkernel.kernels.flash_attention import config as cfgs
-from ejkernel.kernels.flash_attention import mosaic
+from ejkernel.kernels.flash_attention import mosaic, mosaic_bwd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +91,19 @@ def cudnn(row: Row, q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=row.causal, implementation="cudnn")
 
 
+def cudnn_gradients(row: Row, q, k, v, dout):
+    out, pull = jax.vjp(functools.partial(cudnn, row), q, k, v)
+    return out, *pull(dout)
+
+
 def ours(row: Row, cfg, q, k, v):
     return mosaic.flash_attention_forward(q, k, v, upper=0 if row.causal else None, cfg=cfg)[0]
+
+
+def our_gradients(row: Row, cfg, bwd_cfg, q, k, v, dout):
+    upper = 0 if row.causal else None
+    out, lse = mosaic.flash_attention_forward(q, k, v, upper=upper, cfg=cfg)
+    return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, upper=upper, cfg=bwd_cfg)
 
 
 def relative_error(out, ref) -> float:

@@ -41,6 +41,7 @@ class MosaicFwdConfig:
     head_group: int = 0
     ping_pong: bool = True
     share_qo: bool = False
+    wait_early: bool = True
 
     @property
     def block_q(self) -> int:
@@ -98,3 +99,76 @@ def default_forward(head_dim: int) -> MosaicFwdConfig:
     if head_dim <= 128:
         return MosaicFwdConfig(consumers=2, block_kv=128, stages=2)
     return MosaicFwdConfig(consumers=2, block_kv=64, stages=2, share_qo=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MosaicBwdConfig:
+    """One way to run the backward kernel.
+
+    Attributes:
+      consumers: Warpgroups that compute; each owns 64 keys of a tile.
+      block_q: Queries in one step: 64, or 64 per consumer.
+      stages: Tiles of Q and dO in flight.
+      schedule: As in the forward config.
+      head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache.
+    """
+
+    consumers: int = 2
+    block_q: int = 64
+    stages: int = 2
+    schedule: Schedule = "persistent"
+    head_group: int = 0
+
+    @property
+    def block_kv(self) -> int:
+        return self.consumers * WGMMA_ROWS
+
+    @property
+    def consumer_registers(self) -> int:
+        return {1: 240, 2: 240, 3: 160}[self.consumers]
+
+    @property
+    def producer_registers(self) -> int:
+        return {1: 24, 2: 24, 3: 32}[self.consumers]
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of one block: K and V, the rings of Q and dO, two dS tiles, float32 dQ, the row vectors."""
+        keys = 2 * self.block_kv * head_dim * 2
+        rings = 2 * self.stages * self.block_q * head_dim * 2
+        scores = 2 * self.block_kv * self.block_q * 2
+        return keys + rings + scores + self.block_q * head_dim * 4 + 2 * self.stages * self.block_q * 4 + _BARRIER_BYTES
+
+    def live_registers(self, head_dim: int) -> int:
+        """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient, dQ, and the rest."""
+        dq = self.block_q * head_dim // (self.consumers * WARPGROUP)
+        return head_dim + self.block_q // 2 + max(self.block_q // 2, dq) + self.block_q // 4 + 24
+
+    def unfit(self, head_dim: int) -> str | None:
+        """Says why this config cannot run at `head_dim`, or `None` if it can."""
+        if self.consumers not in (1, 2, 3):
+            return f"consumers must be 1, 2 or 3, got {self.consumers}"
+        if self.block_q not in (WGMMA_ROWS, self.consumers * WGMMA_ROWS):
+            return f"block_q must be 64 or {self.consumers * WGMMA_ROWS}, got {self.block_q}"
+        if self.block_q == WGMMA_ROWS and head_dim % (self.consumers * 64):
+            return f"{self.consumers} consumers cannot share out a dQ of 64 rows and {head_dim} columns"
+        if self.stages < 2:
+            return f"stages must be at least 2, got {self.stages}"
+        if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
+            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
+        if (live := self.live_registers(head_dim)) > self.consumer_registers:
+            return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
+        return None
+
+
+def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
+    """Yields the backward configs that fit the chip at `head_dim`."""
+    for consumers, per_consumer, stages, schedule in itertools.product((2, 3), (False, True), (2, 3), _SCHEDULES):
+        block_q = consumers * WGMMA_ROWS if per_consumer else WGMMA_ROWS
+        cfg = MosaicBwdConfig(consumers=consumers, block_q=block_q, stages=stages, schedule=schedule)
+        if cfg.unfit(head_dim) is None:
+            yield cfg
+
+
+def default_backward(head_dim: int) -> MosaicBwdConfig:
+    """Returns the config to use untuned."""
+    return MosaicBwdConfig(block_q=128 if head_dim <= 64 else 64)

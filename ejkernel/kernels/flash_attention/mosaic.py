@@ -263,6 +263,11 @@ def _kernel(
             if uneven:
                 lax.fori_loop(0, skip, drain, None)
 
+            stop = end - own_start
+
+            def await_keys(s):
+                pl.when(s < stop)(lambda: plgpu.barrier_wait(k_full.at[slot_of(step + s)]))
+
             plgpu.barrier_wait(q_full.at[wg])
             first_slot = slot_of(step + skip)
             plgpu.barrier_wait(k_full.at[first_slot])
@@ -280,12 +285,15 @@ def _kernel(
             o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
             p, m, l, _ = softmax(s, m, l, row, (own_end - 1) * block_kv, needs_mask)
             p = p.astype(v_ref.dtype)
+            if cfg.wait_early:
+                await_keys(skip + 1)
             take_turn()
 
             def advance(s, carry, mask: bool):
                 o, m, l, p = carry
                 slot, last_slot = slot_of(step + s), slot_of(step + s - 1)
-                plgpu.barrier_wait(k_full.at[slot])
+                if not cfg.wait_early:
+                    plgpu.barrier_wait(k_full.at[slot])
 
                 def products(s_acc, o_acc):
                     mma.start_from(o_acc, o)
@@ -297,8 +305,10 @@ def _kernel(
                     plgpu.barrier_arrive(k_free.at[slot])
                     p_new, m_new, l_new, alpha = softmax(scores, m, l, row, (end - 1 - s) * block_kv, mask)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
-                    # Waiting for the turn here, and not just before the products, also keeps ptxas from moving the
-                    # wait for the output product up into the softmax: it does not move it over a branch.
+                    # Waiting for the next products' turn and keys here also keeps ptxas from moving the wait for the
+                    # output product up into the softmax: it does not move it over a branch.
+                    if cfg.wait_early:
+                        await_keys(s + 1)
                     take_turn()
                     o_new = mma.result(o_acc)
                     plgpu.barrier_arrive(v_free.at[last_slot])
@@ -310,7 +320,6 @@ def _kernel(
             # Steps count from the last key block of the whole tile. The block on the diagonal was the first; with an
             # edge that cuts blocks at another place, more of them need the mask.
             done, carry = skip + 1, (o, m, l, p)
-            stop = end - own_start
             masked_step = functools.partial(advance, mask=True)
             if band.upper is not None and band.upper % WGMMA_ROWS:
                 clear_end = lax.div(jnp.clip(row + (band.upper + 1), 0, band.kv_len), jnp.int32(block_kv))

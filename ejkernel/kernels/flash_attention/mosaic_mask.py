@@ -47,20 +47,23 @@ class Band:
         return tuple(counts)
 
     def query_blocks(self, col: Any, cols: int, block_q: int) -> tuple[Any, Any]:
-        """Returns the first query block, and the one after the last, that may see keys `col` to `col + cols`."""
+        """Returns the first query block, and the one after the last, that may see keys `col` to `col + cols`.
+
+        At least one block, so that every tile of keys writes its gradients.
+        """
         first, end = col * 0, col * 0 + self.q_len
         if self.upper is not None:
-            first = jnp.clip(col - self.upper, 0, self.q_len)
+            first = jnp.clip(col - self.upper, 0, self.q_len - 1)
         if self.lower is not None:
-            end = jnp.clip(col + (cols - self.lower), 0, self.q_len)
+            end = jnp.clip(col + (cols - self.lower), 1, self.q_len)
         start = lax.div(first, jnp.int32(block_q))
-        return start, jnp.maximum(lax.div(end + (block_q - 1), jnp.int32(block_q)), start)
+        return start, jnp.maximum(lax.div(end + (block_q - 1), jnp.int32(block_q)), start + 1)
 
     def query_steps(self, block_q: int, block_kv: int) -> tuple[int, ...]:
         """Returns the number of query blocks of every tile of keys."""
         counts = []
         for col in range(0, self.kv_len, block_kv):
-            first = 0 if self.upper is None else min(max(col - self.upper, 0), self.q_len)
-            end = self.q_len if self.lower is None else min(max(col + block_kv - self.lower, 0), self.q_len)
-            counts.append(max(-(-end // block_q) - first // block_q, 0))
+            first = 0 if self.upper is None else min(max(col - self.upper, 0), self.q_len - 1)
+            end = self.q_len if self.lower is None else min(max(col + block_kv - self.lower, 1), self.q_len)
+            counts.append(max(-(-end // block_q) - first // block_q, 1))
         return tuple(counts)

@@ -58,3 +58,16 @@ class MatrixUnit:
         if self.interpret:
             return acc.value
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+    def add_to_memory(self, value: jax.Array, staging: Any, target: Any) -> None:
+        """Adds `value` to `target` in global memory, through shared memory; other blocks may do so at the same time.
+
+        The interpreter has no such reduction: there, one block at a time may run.
+        """
+        if self.interpret:
+            target[...] = target[...] + value
+            return
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = value
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
