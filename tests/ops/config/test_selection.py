@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, overlay_cache, policy_override
 from ejkernel.ops.config.policy import PolicyError
-from ejkernel.ops.config.selection import ConfigNotFoundError, NoTunerError
+from ejkernel.ops.config.selection import ConfigNotFoundError
 from tests.support import Plain, Scale, new_executor
 
 X = jnp.ones((3,)) * 0.5
@@ -165,9 +165,11 @@ def test_eager_call_tunes_on_its_own_arguments_and_traced_call_on_shapes():
     np.testing.assert_array_equal(tuner.calls[2][0][0], jnp.ones((6,)))
 
 
-def test_tuning_without_a_tuner_says_so():
-    with pytest.raises(NoTunerError, match="the selector has no tuner="):
-        new_executor(autotune=True)(Counting(), X)
+def test_selector_without_a_tuner_has_the_default_one():
+    executor = new_executor(autotune=True)
+    kernel = Plain("tuned by default")
+    np.testing.assert_allclose(executor(kernel, X, X), jnp.sin(X) * X, rtol=1e-6)
+    assert executor.explain(kernel, X, X).tier == "memory"
 
 
 def test_policy_override_changes_the_policy_of_one_or_all(setting):
