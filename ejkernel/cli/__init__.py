@@ -25,10 +25,12 @@ def app() -> Any:
     """The typer application, put together when it is needed: `import ejkernel.cli` is free."""
     import typer
 
-    from ejkernel.cli import cache
+    from ejkernel.cli import cache, tune
 
     root = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     root.callback()(_root)
+    root.command()(tune.tune)
+    root.command()(tune.labels)
     root.add_typer(cache.app, name="cache")
     return root
 

@@ -47,10 +47,14 @@ _LAZY = {
     "Measurement": "tuning",
     "autotune": "tuning",
     "autotune_recorded": "tuning",
+    "autotune_lowered": "offline",
     "benchmark": "tuning",
+    "specs_of": "offline",
 }
 
 if TYPE_CHECKING:
+    from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
+    from ejkernel.ops.execution.offline import specs_of as specs_of
     from ejkernel.ops.execution.tuning import Autotuner as Autotuner
     from ejkernel.ops.execution.tuning import AutotuningResult as AutotuningResult
     from ejkernel.ops.execution.tuning import Entry as Entry

@@ -30,19 +30,26 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> No
 
 
 def note_traced(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
-    """Remembers that a call was traced; it is recorded too if `EJKERNEL_OPS_RECORD` says so."""
-    _remember(kernel, inv, record=env.recording())
+    """Remembers that a call was traced; it is recorded too, also in a file, if `EJKERNEL_OPS_RECORD` says so."""
+    record = env.recording()
+    if _remember(kernel, inv, record=record) and record:
+        from ejkernel.ops import specs
+
+        specs.record(_traced[inv.key])
 
 
-def _remember(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], *, record: bool) -> None:
+def _remember(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], *, record: bool) -> bool:
+    """Keeps a call without its data; whether it is recorded for the first time."""
     kept = dataclasses.replace(inv, kernel=kernel, args=_keep(kernel, inv.args), kwargs=_keep(kernel, dict(inv.kwargs)))
     with _lock:
         held = _traced.get(inv.key)
         # Data that an eager call left is worth more than the shapes of a later trace.
         if held is None or held.is_abstract:
             _traced[inv.key] = kept
+        new = record and inv.key not in _recorded
         if record:
             _recorded.add(inv.key)
+        return new
 
 
 def _keep(kernel: Kernel[Any, Any], tree: Any) -> Any:

@@ -43,14 +43,6 @@ class Label(NamedTuple):
     signature: Mapping[str, Any] | None
 
 
-class HasText(Protocol):
-    """`jax.stages.Lowered` and `jax.stages.Compiled`."""
-
-    def as_text(self) -> str:
-        """The program's text."""
-        ...
-
-
 def escape(text: str) -> str:
     """`text` in the alphabet of labels; `unescape` takes it back."""
     return "".join(chr(b) if chr(b) in _ALPHABET else f"~{b:02x}" for b in text.encode())
@@ -98,12 +90,12 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
     return list(dict.fromkeys(match[0] for match in LABEL_RE.finditer(text)))
 
 
-def find_labels_in_lowered(lowered: HasText) -> list[str]:
+def find_labels_in_lowered(lowered: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:
     """The labels of a `jax.stages.Lowered` or `Compiled`, each once, in order of first appearance."""
     if isinstance(lowered, jax.stages.Lowered):
         # Names are debug information, which the plain text leaves out.
         return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
-    return extract_labels_from_hlo_text(lowered.as_text())
+    return extract_labels_from_hlo_text(lowered.as_text() or "")
 
 
 class _Chooser(Protocol):

@@ -1,0 +1,60 @@
+"""Arguments of kernels as people type them: `f32[1024,64],s32[16]` and `causal=true`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.errors import EjkernelError
+
+_SHORT = {"pred": "bool", "c64": "complex64", "c128": "complex128", "bf16": "bfloat16"}
+_ARRAY = re.compile(r"\s*([a-z][a-z0-9_]*)\[([\d,\s]*)\]\s*")
+
+
+class ArgumentTextError(EjkernelError, ValueError):
+    """An argument cannot be understood."""
+
+
+def parse_arrays(text: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Abstract arrays, separated by commas: `f32[1024,64], bf16[8], int32[]`."""
+    found, end = [], 0
+    while end < len(text):
+        match = _ARRAY.match(text, end)
+        if match is None or (match.end() < len(text) and text[match.end()] != ","):
+            raise ArgumentTextError(
+                f"--args: {text[end:]!r} is not of the form f32[1024,64],s32[16]: a dtype, then its sizes in brackets."
+            )
+        sizes = tuple(int(size) for size in match[2].split(",") if size.strip())
+        found.append(jax.ShapeDtypeStruct(sizes, _dtype(match[1])))
+        end = match.end() + 1
+    return tuple(found)
+
+
+def _dtype(name: str) -> Any:
+    if (short := re.fullmatch(r"([fsui])(\d+)", name)) is not None:
+        kind = {"f": "float", "s": "int", "i": "int", "u": "uint"}[short[1]]
+        name = f"{kind}{short[2]}"
+    try:
+        return jnp.dtype(_SHORT.get(name, name))
+    except TypeError as error:
+        raise ArgumentTextError(
+            f"--args: {name!r} is not a dtype. Write f32, bf16, s32, pred or a NumPy name."
+        ) from error
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """Keyword arguments, each `name=value` with a JSON value; anything else is text."""
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.isidentifier():
+            raise ArgumentTextError(f"--set: {setting!r} is not of the form name=value.")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found

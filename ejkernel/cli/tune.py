@@ -1,0 +1,197 @@
+"""`ejkernel tune` and `ejkernel labels`: measuring calls from files, and finding them in programs."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ejkernel.cli.arguments import parse_arrays, parse_settings
+from ejkernel.cli.output import print_json, print_table, short_arguments
+from ejkernel.errors import EjkernelError
+from ejkernel.ops import specs
+from ejkernel.ops.config import packs
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.execution import fleet, offline
+from ejkernel.ops.execution.pipeline import invocation, prepared
+from ejkernel.ops.execution.tuner import Autotuner
+from ejkernel.ops.utils import meta
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+class Isolation(enum.StrEnum):
+    """Where candidates run."""
+
+    process = "process"
+    thread = "thread"
+
+
+def tune(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="record.json, a file with the text of a program (StableHLO or HLO), or module:Kernel. "
+            "By default the record file of EJKERNEL_OPS_RECORD=1."
+        ),
+    ] = None,
+    specs_file: Annotated[Path | None, typer.Option("--specs", help="Record file for the calls of a program.")] = None,
+    args: Annotated[str, typer.Option(help="Arrays for module:Kernel: f32[1024,64],s32[16].")] = "",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Keyword argument for module:Kernel: causal=true.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds a call may take to tune.")] = None,
+    isolation: Annotated[Isolation, typer.Option(help="Where candidates run.")] = Isolation.process,
+    out: Annotated[Path | None, typer.Option(help="Write the results as a pack, too.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Directory of the store, instead of the default one.")] = None,
+    executor: Annotated[
+        str | None, typer.Option(help="Spread the calls: dask://host:port, or module:factory of an Executor.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tune calls and keep the results; exit code 1 if some could not be tuned.
+
+    For example:
+
+    ejkernel tune record.json --out tuned.json
+
+    ejkernel tune step.hlo --specs record.json --budget 60
+
+    ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
+    """
+    calls, missing = _calls(target, specs_file, args, settings or [])
+    cache = PersistentCache(store)
+    tuner = {"budget_s": budget, "isolation": str(isolation)}
+    if executor is None:
+        outcomes = _tune_here(cache, calls, tuner)
+    else:
+        outcomes = _tune_there(cache, calls, tuner, fleet.executor_from(executor))
+    rows, failed = _show(outcomes, as_json), list(missing)
+    failed += [f"{row['op_id']} {row['call_key']}: {row['error']}" for row in rows if row["error"]]
+    if out is not None:
+        done = [cache.own(row["device"], row["op_id"], row["call_key"]) for row in rows if not row["error"]]
+        packs.write(out, [entry for entry in done if entry is not None])
+    if as_json:
+        print_json({"tuned": [row for row in rows if not row["error"]], "failed": failed})
+    for line in failed:
+        print(f"not tuned: {line}", file=sys.stderr)
+    raise typer.Exit(1 if failed else 0)
+
+
+def labels(
+    program: Annotated[Path, typer.Argument(help="File with the text of a program (StableHLO or HLO).")],
+    specs_file: Annotated[
+        Path | None, typer.Option("--specs", help="Record file, to show the calls' arguments.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the ejkernel calls in a program; exit code 1 if there are none."""
+    found = [meta.parse_label(text) for text in offline.labels_of(program)]
+    known = {(s["op_id"], s["call_key"]): s["signature"] for s in (specs.read(specs_file) if specs_file else [])}
+    if as_json:
+        print_json([{"op_id": p.op_id, "call_key": p.call_key, "prefix": p.prefix} for p in found])
+    else:
+        signature = lambda p: p.signature or known.get((p.op_id, p.call_key))
+        print_table(["OP", "CALL KEY", "ARRAYS"], [[p.op_id, p.call_key, short_arguments(signature(p))] for p in found])
+    raise typer.Exit(0 if found else 1)
+
+
+def _calls(
+    target: str | None, specs_file: Path | None, args: str, settings: list[str]
+) -> tuple[list[Invocation[Any, Any]], list[str]]:
+    """The calls that the command line names, and what could not be made into one."""
+    if target is not None and ":" in target and not Path(target).exists():
+        return [_named_call(target, args, settings)], []
+    if args or settings:
+        raise EjkernelError("--args and --set go with module:Kernel.")
+    path = Path(target) if target is not None else specs.record_path()
+    if path.suffix == ".json":
+        return _recorded_calls(path)
+    return offline.match(offline.labels_of(path), specs_file)
+
+
+def _recorded_calls(path: Path) -> tuple[list[Invocation[Any, Any]], list[str]]:
+    calls, missing = [], []
+    for spec in specs.read(path):
+        try:
+            calls.append(specs.from_spec(spec))
+        except EjkernelError as error:
+            missing.append(f"{spec['op_id']} {spec['call_key']}: {error}")
+    return calls, missing
+
+
+def _named_call(name: str, args: str, settings: list[str]) -> Invocation[Any, Any]:
+    import jax
+
+    made = specs.find(name, "kernel")
+    kernel = made() if isinstance(made, type) else made
+    if not isinstance(kernel, Kernel):
+        raise EjkernelError(f"{name}: not a Kernel.")
+    found: list[Invocation[Any, Any]] = []
+    keywords = parse_settings(settings)
+    jax.eval_shape(lambda a: found.append(invocation(kernel, *prepared(kernel, a, keywords))), parse_arrays(args))
+    return found[0]
+
+
+def _tune_here(
+    cache: PersistentCache, calls: list[Invocation[Any, Any]], settings: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    selector, tuner = ConfigSelectorChain(persistent=cache), Autotuner(**settings)
+    for outcome in offline.tune_each(selector, calls, tuner):
+        tuning = outcome.tuning
+        if tuning is None:
+            yield _row(outcome.inv.key, None, None, outcome.error)
+        else:
+            yield _row(outcome.inv.key, tuning.cfg, tuning.statistics(), None)
+
+
+def _tune_there(
+    cache: PersistentCache, calls: list[Invocation[Any, Any]], settings: dict[str, Any], executor: Executor
+) -> Iterator[dict[str, Any]]:
+    for finished in fleet.tune_specs([specs.to_spec(inv) for inv in calls], executor, settings):
+        spec, entry = finished.spec, finished.entry
+        if entry is None:
+            yield _row((spec["device"], spec["op_id"], spec["call_key"]), None, None, finished.error)
+        else:
+            cache.add(entry)
+            yield _row(entry.place, entry.cfg, entry.statistics, None)
+
+
+def _row(key: Iterable[str], cfg: Any, statistics: Any, error: str | None) -> dict[str, Any]:
+    device, op_id, call_key = key
+    return {
+        "device": device,
+        "op_id": op_id,
+        "call_key": call_key,
+        "cfg": None if cfg is None else repr(cfg),
+        "measurement": (statistics or {}).get("measurement"),
+        "speedup": (statistics or {}).get("speedup"),
+        "error": error,
+    }
+
+
+def _show(outcomes: Iterator[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
+    rows = list(outcomes)
+    if not as_json:
+        print_table(
+            ["OP", "CALL KEY", "CONFIG", "TIME", "SPEED-UP"],
+            [[r["op_id"], r["call_key"], r["cfg"] or "-", _time(r), _speedup(r)] for r in rows],
+        )
+    return rows
+
+
+def _time(row: dict[str, Any]) -> str:
+    found = row["measurement"]
+    return "-" if found is None else f"{found['median_ms']:.4g} ms [{found['low_ms']:.4g}, {found['high_ms']:.4g}]"
+
+
+def _speedup(row: dict[str, Any]) -> str:
+    found = row["speedup"]
+    return "-" if found is None else f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"

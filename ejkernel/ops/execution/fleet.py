@@ -1,0 +1,79 @@
+"""Tuning on many machines: specs go out through any `concurrent.futures.Executor`, entries come back."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops import specs
+from ejkernel.ops.config import entry as entries
+from ejkernel.ops.config.entry import StoredEntry
+from ejkernel.ops.config.provenance import collect
+from ejkernel.ops.config.selection import source_of
+
+
+class FleetError(EjkernelError, ValueError):
+    """An executor cannot be had."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One call's outcome: an entry for the store, or the reason why there is none."""
+
+    spec: specs.Spec
+    entry: StoredEntry | None
+    error: str | None = None
+
+
+def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Tunes one call on this worker's device and returns its entry as data; runs on the worker."""
+    from ejkernel.ops.execution.tuner import Autotuner
+
+    inv = specs.from_spec(spec)
+    assert inv.kernel is not None
+    tuning = Autotuner(**settings).tune(inv, inv.kernel)
+    if tuning.measurement is None:
+        raise EjkernelError(f"{inv.op_id} {inv.call_key}: the budget ended before anything was measured.")
+    made = entries.make(
+        inv.key,
+        tuning.cfg,
+        signature=inv.signature,
+        provenance=collect(source_of(inv.kernel)),
+        statistics=tuning.statistics(),
+        complete=tuning.complete,
+    )
+    return entries.to_data(made)
+
+
+def tune_specs(
+    calls: Iterable[specs.Spec], executor: Executor, settings: Mapping[str, Any] | None = None
+) -> Iterator[Finished]:
+    """Tunes each distinct call on one worker, and yields the outcomes as they come in."""
+    distinct = {(spec["op_id"], spec["call_key"]): spec for spec in calls}
+    waiting = {executor.submit(tune_spec, spec, dict(settings or {})): spec for spec in distinct.values()}
+    for future in as_completed(waiting):
+        spec = waiting[future]
+        error = future.exception()
+        if error is not None:
+            # Whatever broke on a worker concerns this call alone; the others go on.
+            yield Finished(spec, None, f"{type(error).__name__}: {error}")
+        else:
+            yield Finished(spec, entries.from_data(future.result()))
+
+
+def executor_from(address: str) -> Executor:
+    """The executor that an address names: `dask://host:port`, or `module:factory` for anything else."""
+    if address.startswith("dask://"):
+        try:
+            distributed = importlib.import_module("distributed")
+        except ImportError as error:
+            raise FleetError(f"{address}: needs dask. Install it with `pip install distributed`.") from error
+        return distributed.Client(address.replace("dask://", "tcp://")).get_executor()
+    if ":" not in address:
+        raise FleetError(f"--executor: {address!r} is neither dask://host:port nor module:factory.")
+    factory: Callable[[], Executor] = specs.find(address, "executor factory")
+    return factory()

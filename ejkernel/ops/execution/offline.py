@@ -1,0 +1,161 @@
+"""Offline: tune every ejkernel call that a program contains, before it runs, here or elsewhere."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops import registry, specs
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.execution.report import Tuning
+from ejkernel.ops.execution.result import AutotuningResult, Entry
+from ejkernel.ops.utils import meta
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+Program = jax.stages.Lowered | jax.stages.Compiled | str | os.PathLike[str]
+Specs = str | os.PathLike[str] | Iterable[specs.Spec] | None
+
+
+class UnmatchedCallWarning(UserWarning):
+    """A program contains calls that could not be tuned."""
+
+
+class ProgramError(EjkernelError, TypeError):
+    """What was given is not a program."""
+
+
+def autotune_lowered(
+    selector: ConfigSelectorChain, program: Program, *, specs: Specs = None, tuner: Any = None
+) -> AutotuningResult:
+    """Tunes every distinct call in a program, forward and backward, and stores the results in the selector's caches.
+
+    Args:
+      selector: Whose caches take the results, and whose tuner measures unless one is given.
+      program: `jax.stages.Lowered` or `Compiled`, the text of either, or a file with it.
+      specs: A record file, or what `specs_of` returned, for programs that were traced in another process.
+      tuner: How to measure.
+
+    Returns:
+      A result with an entry a call. What could not be tuned is in `unmatched` with the reason, and warned about.
+    """
+    if not isinstance(selector, ConfigSelectorChain):
+        raise ProgramError(
+            f"autotune_lowered: selector must be a ConfigSelectorChain, got {type(selector).__name__}. "
+            "Write autotune_lowered(selector, lowered)."
+        )
+    calls, missing = match(labels_of(program), specs)
+    result = tune_calls(selector, calls, tuner)
+    result = AutotuningResult(result.device, result.entries, (*missing, *result.unmatched))
+    if result.unmatched:
+        lines = "\n".join(f"  {line}" for line in result.unmatched)
+        warnings.warn(f"autotune_lowered: not tuned:\n{lines}", UnmatchedCallWarning, stacklevel=2)
+    return result
+
+
+def labels_of(program: Program) -> list[str]:
+    """The labels in a program, each once."""
+    if isinstance(program, str) and "\n" in program:
+        return meta.extract_labels_from_hlo_text(program)
+    if isinstance(program, (str, os.PathLike)):
+        try:
+            return meta.extract_labels_from_hlo_text(Path(program).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProgramError(f"{program}: not the text of a program ({error}).") from error
+    if not hasattr(program, "as_text"):
+        raise ProgramError(
+            f"autotune_lowered: expected Lowered, Compiled, text or a path, got {type(program).__name__}."
+        )
+    return meta.find_labels_in_lowered(program)
+
+
+def specs_of(program: Program) -> list[specs.Spec]:
+    """Specs of the calls in a program that was traced in this process, to be tuned in another."""
+    calls, missing = match(labels_of(program), None)
+    if missing:
+        raise specs.SpecError("specs_of: " + "; ".join(missing))
+    return [specs.to_spec(inv) for inv in calls]
+
+
+def match(labels: Iterable[str], given: Specs) -> tuple[list[Invocation[Any, Any]], list[str]]:
+    """The calls that labels stand for, and why others are not among them."""
+    table = _table(given)
+    calls: dict[tuple[str, str], Invocation[Any, Any]] = {}
+    missing: list[str] = []
+    for text in labels:
+        parts = meta.parse_label(text)
+        key = parts.op_id, parts.call_key
+        try:
+            inv = specs.from_spec(table[key]) if key in table else registry.traced(*key)
+        except EjkernelError as error:
+            missing.append(f"{parts.op_id} {parts.call_key}: {error}")
+            continue
+        if inv is None:
+            source = "nor is it in the specs" if given is not None else "and no specs= were given"
+            missing.append(f"{parts.op_id} {parts.call_key}: was not traced in this process, {source}")
+        else:
+            calls[key] = inv
+    return list(calls.values()), missing
+
+
+def _table(given: Specs) -> Mapping[tuple[str, str], specs.Spec]:
+    if given is None:
+        return {}
+    listed = specs.read(given) if isinstance(given, (str, os.PathLike)) else given
+    return {(spec["op_id"], spec["call_key"]): spec for spec in listed}
+
+
+def tune_calls(
+    selector: ConfigSelectorChain, calls: Iterable[Invocation[Any, Any]], tuner: Any = None
+) -> AutotuningResult:
+    """Tunes calls one after the other; those that could not be tuned are in `unmatched`."""
+    entries, failed = [], []
+    for outcome in tune_each(selector, calls, tuner):
+        inv, tuning = outcome.inv, outcome.tuning
+        if tuning is None:
+            failed.append(f"{inv.op_id} {inv.call_key}: {outcome.error}")
+        else:
+            entries.append(Entry(inv.op_id, inv.call_key, tuning.cfg, tuning.statistics()))
+    return AutotuningResult(device_fingerprint(), tuple(entries), tuple(failed))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one call."""
+
+    inv: Invocation[Any, Any]
+    tuning: Tuning | None
+    error: str | None = None
+
+
+def tune_each(
+    selector: ConfigSelectorChain, calls: Iterable[Invocation[Any, Any]], tuner: Any = None
+) -> Iterator[Outcome]:
+    """Tunes calls one after the other, forwards before the backwards that depend on them."""
+    chosen: dict[tuple[str, str], Any] = {}
+    for inv in sorted(calls, key=lambda inv: isinstance(inv.kernel, BackwardKernel)):
+        assert inv.kernel is not None
+        try:
+            tuning = selector.tune(_after_forward(inv, chosen), inv.kernel, tuner=tuner)
+        except EjkernelError as error:
+            yield Outcome(inv, None, str(error))
+        else:
+            chosen[inv.op_id, inv.call_key] = tuning.cfg
+            yield Outcome(inv, tuning)
+
+
+def _after_forward(inv: Invocation[Any, Any], chosen: Mapping[tuple[str, str], Any]) -> Invocation[Any, Any]:
+    """A backward is measured on what the forward leaves that will run before it."""
+    if not isinstance(inv.kernel, BackwardKernel):
+        return inv
+    forward = replace(inv, kernel=inv.kernel.forward, op_id=inv.kernel.forward.op_id)
+    cfg = chosen.get((forward.op_id, forward.call_key))
+    return inv if cfg is None else replace(inv, metadata={**inv.metadata, "forward_cfg": cfg})

@@ -1,0 +1,94 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.cli import main
+from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
+from ejkernel.ops import PersistentCache, specs
+from tests import offline_program
+
+
+def ejkernel(capsys, *args):
+    with pytest.raises(SystemExit) as exit_:
+        main([str(a) for a in args])
+    out = capsys.readouterr()
+    return exit_.value.code, out.out, out.err
+
+
+def test_named_kernel_is_tuned_and_stored(capsys, tmp_path):
+    code, out, err = ejkernel(
+        capsys, "tune", "tests.offline_program:Mixer", "--args", "f32[2,8,16]", "--set", "causal=false",
+        "--store", tmp_path / "store", "--out", tmp_path / "pack.json", "--isolation", "thread",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "tests.offline_program.Mixer" in out
+    (entry,) = PersistentCache(tmp_path / "store").entries()
+    assert entry.cfg in [offline_program.Rows(1), offline_program.Rows(4)]
+    assert entry.signature["kwargs"]["causal"] == {"static": False}
+    assert len(json.loads((tmp_path / "pack.json").read_text())["entries"]) == 1
+
+
+def test_candidates_run_in_a_process_of_their_own_by_default(capsys, tmp_path):
+    code, out, _ = ejkernel(
+        capsys, "tune", "tests.offline_program:Mixer", "--args", "f32[1,4,8]", "--store", tmp_path, "--json"
+    )
+    assert code == 0
+    (row,) = json.loads(out)["tuned"]
+    assert row["measurement"]["median_ms"] > 0
+
+
+def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+    from ejkernel.ops import Invocation
+
+    good = specs.to_spec(Invocation(kernel=offline_program.MIX, args=(x,), kwargs={"causal": True}))
+    bad = {**good, "kernel": "gone.away:Kernel", "call_key": "0" * 16}
+    specs.write([good, bad], tmp_path / "record.json")
+    code, out, err = ejkernel(
+        capsys, "tune", tmp_path / "record.json", "--store", tmp_path / "s", "--isolation", "thread"
+    )
+    assert code == 1
+    assert "mix" in out
+    assert "gone.away:Kernel cannot be imported" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["tune", "tests.offline_program:Nothing"], "tests.offline_program:Nothing cannot be imported"),
+        (["tune", "tests.offline_program:Mixer", "--args", "f32(3)"], "--args: 'f32(3)' is not of the form"),
+        (["tune", "tests.offline_program:Mixer", "--set", "causal"], "--set: 'causal' is not of the form name=value"),
+        (["tune", "nowhere.json"], "nowhere.json"),
+        (["tune", "x.json", "--args", "f32[1]"], "--args and --set go with module:Kernel"),
+        (["tune", "tests.offline_program:Mixer", "--args", "f32[1,2,3]", "--executor", "nonsense"], "neither dask://"),
+        (["labels", "nowhere.hlo"], "not the text of a program"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(capsys, args, message):
+    code, _, err = ejkernel(capsys, *args)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_labels_of_a_program_without_any_is_exit_code_1(capsys, tmp_path):
+    (tmp_path / "p.hlo").write_text("HloModule nothing\n")
+    assert ejkernel(capsys, "labels", tmp_path / "p.hlo")[0] == 1
+
+
+def test_arrays_are_read_in_either_spelling():
+    found = parse_arrays("f32[2,3], bf16[], int8[4] ,pred[1],s64[2],float16[1,1]")
+    assert [(x.shape, x.dtype.name) for x in found] == [
+        ((2, 3), "float32"), ((), "bfloat16"), ((4,), "int8"), ((1,), "bool"), ((2,), "int64"), ((1, 1), "float16"),
+    ]  # fmt: skip
+    assert parse_arrays("") == ()
+    with pytest.raises(ArgumentTextError, match="'q8' is not a dtype"):
+        parse_arrays("q8[1]")
+
+
+def test_settings_are_json_or_text():
+    assert parse_settings(["a=true", "b=1.5", "c=text", "d=[1, 2]", "e="]) == {
+        "a": True, "b": 1.5, "c": "text", "d": [1, 2], "e": "",
+    }  # fmt: skip

@@ -1,0 +1,249 @@
+"""Tuning a whole program before it runs, in this process and in others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops import (
+    Autotuner,
+    AutotuningResult,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    PersistentCache,
+    autotune_lowered,
+    specs,
+    specs_of,
+)
+from ejkernel.ops.execution.offline import ProgramError, UnmatchedCallWarning
+from tests import offline_program
+from tests.support import OwnBackward, Plain, Scale
+
+X = jnp.linspace(0.1, 1.0, 8)
+ROOT = Path(__file__).parents[3]
+
+
+class Always(Autotuner):
+    """A tuner that proves its candidates as ever, but whose choice a test can foresee."""
+
+    def tune(self, inv, kernel, **kwargs):
+        import dataclasses
+
+        tuning = super().tune(inv, kernel, **kwargs)
+        last = list(kernel.config_space(inv))[-1]
+        return dataclasses.replace(tuning, cfg=last)
+
+
+class Harmless(OwnBackward):
+    """Configs that change nothing about the result, so that each of them is right."""
+
+    def run(self, x, y, *, cfg):
+        return jnp.sin(x) * y + 0.0 * cfg.factor
+
+    def fwd_with_residuals(self, x, y, *, cfg):
+        return self.run(x, y, cfg=cfg), (jnp.sin(x), jnp.cos(x))
+
+    def vjp(self, residuals, out, dout, x, y, *, cfg):
+        return dout * residuals[1] * y + 0.0 * cfg.factor, dout * residuals[0]
+
+
+@pytest.fixture
+def setting(tmp_path):
+    selector = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(tmp_path / "store"), tuner=Always())
+    return selector, Executor(selector), Harmless("harmless")
+
+
+def programs(f, *args):
+    lowered = jax.jit(f).lower(*args)
+    return {
+        "lowered": lowered,
+        "compiled": lowered.compile(),
+        "stablehlo": lowered.as_text(debug_info=True),
+        "hlo": lowered.compile().as_text(),
+    }
+
+
+@pytest.mark.parametrize("form", ["lowered", "compiled", "stablehlo", "hlo", "file"])
+def test_every_call_of_a_program_that_never_ran_is_tuned_once(setting, form, tmp_path):
+    selector, executor, kernel = setting
+    f = jax.grad(lambda x: (executor(kernel, x, x) + executor(kernel, 2 * x, x)).sum())
+    found = programs(f, jax.ShapeDtypeStruct((8,), jnp.float32))
+    if form == "file":
+        (tmp_path / "program.hlo").write_text(found["hlo"])
+        program = tmp_path / "program.hlo"
+    else:
+        program = found[form]
+    result = autotune_lowered(selector, program)
+    assert {entry.op_id: entry.cfg for entry in result} == {"harmless": Scale(2), "harmless.vjp": Scale(3)}
+    assert len(result) == 2
+    assert result.unmatched == ()
+    assert {e.place.op_id for e in selector.persistent.entries()} == {"harmless", "harmless.vjp"}
+    assert executor.explain(kernel, X, X).tier == "memory"
+
+
+@pytest.mark.parametrize("where", ["scan", "cond", "while", "remat", "shard_map", "custom_vjp", "vmap"])
+def test_calls_inside_control_flow_are_found(setting, where):
+    selector, executor, kernel = setting
+    call = lambda x: executor(kernel, x, x)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    own = jax.custom_vjp(call)
+    own.defvjp(lambda x: (call(x), x), lambda x, ct: (ct * x,))
+    f = {
+        "scan": lambda x: jax.lax.scan(lambda c, _: (call(c), None), x, None, length=2)[0],
+        "cond": lambda x: jax.lax.cond(x.sum() > 0, call, lambda x: x, x),
+        "while": lambda x: jax.lax.while_loop(lambda x: x.sum() > 1e-3, call, x),
+        "remat": jax.grad(lambda x: jax.checkpoint(call)(x).sum()),
+        "shard_map": jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec),
+        "custom_vjp": own,
+        "vmap": lambda x: jax.vmap(call)(x[None]),
+    }[where]
+    result = autotune_lowered(selector, jax.jit(f).lower(X))
+    want = {"harmless", "harmless.vjp"} if where == "remat" else {"harmless"}
+    assert {entry.op_id for entry in result} == want
+    # The entries are the ones that the very same program asks for.
+    with_policy = Executor(ConfigSelectorChain(persistent=selector.persistent, autotune="frozen"))
+    executor.chooser.policy = with_policy.chooser.policy
+    jax.block_until_ready(jax.jit(f)(X))
+
+
+def test_result_takes_effect_in_functions_that_were_jitted_before(setting):
+    _, executor, _ = setting
+    kernel = Plain("plain")
+    f = jax.jit(lambda x: executor(kernel, x, x))
+    before = f(X)
+    key = executor.explain(kernel, X, X).key
+    result = AutotuningResult(key[0], [specs_entry(key, Scale(2))])
+    with result, result:
+        np.testing.assert_allclose(f(X), 2 * before, rtol=1e-6)
+    np.testing.assert_allclose(f(X), before)
+
+
+def specs_entry(key, cfg):
+    from ejkernel.ops import Entry
+
+    return Entry(key[1], key[2], cfg)
+
+
+def test_what_cannot_be_matched_is_listed_and_warned_about(setting):
+    selector, executor, kernel = setting
+    text = jax.jit(lambda x: executor(kernel, x, x)).lower(X).as_text(debug_info=True)
+    from ejkernel.ops import registry
+
+    registry.clear()
+    with pytest.warns(UnmatchedCallWarning, match="harmless .*: was not traced in this process, and no specs"):
+        result = autotune_lowered(selector, text)
+    assert len(result.unmatched) == 1
+    assert len(result) == 0
+
+
+@pytest.mark.parametrize(("program", "message"), [(3, "got int"), ("/no/such/file", "not the text of a program")])
+def test_what_is_no_program_is_refused(setting, program, message):
+    with pytest.raises(ProgramError, match=message):
+        autotune_lowered(setting[0], program)
+
+
+def test_arguments_in_the_wrong_order_are_named(setting):
+    with pytest.raises(ProgramError, match=r"Write autotune_lowered\(selector, lowered\)"):
+        autotune_lowered(jax.jit(lambda x: x).lower(X), setting[0])
+
+
+# --- Another process, later ---
+
+
+def run(*command, cwd=ROOT, **env):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **env}
+    done = subprocess.run([sys.executable, *command], env=env, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", ["step.hlo", "step.mlir"])
+def test_train_step_is_lowered_here_tuned_there_and_runs_frozen_elsewhere(tmp_path, program):
+    record_dir, tuned = tmp_path / "recorded", tmp_path / "pack.json"
+    run(
+        "-m",
+        "tests.offline_program",
+        "lower",
+        str(tmp_path / program),
+        EJKERNEL_CACHE_DIR=str(record_dir),
+        EJKERNEL_OPS_RECORD="1",
+    )
+    record = record_dir / "record.json"
+    assert {s["op_id"] for s in specs.read(record)} == {"norm", "norm.vjp", "mix", "feed"}
+    listed = run("-m", "ejkernel", "labels", str(tmp_path / program), "--specs", str(record))
+    assert "norm.vjp" in listed
+    assert "float32[2,16,32]" in listed
+    run(
+        "-m", "ejkernel", "tune", str(tmp_path / program), "--specs", str(record),
+        "--isolation", "thread", "--out", str(tuned), EJKERNEL_CACHE_DIR=str(tmp_path / "tuning"),
+    )  # fmt: skip
+    frozen = run(
+        "-m", "tests.offline_program", "run", EJKERNEL_CACHE_DIR=str(tmp_path / "empty"),
+        EJKERNEL_CACHE_PACKS=str(tuned), EJKERNEL_AUTOTUNE="frozen",
+    )  # fmt: skip
+    tiers = dict(line.split() for line in frozen.splitlines() if not line.startswith("loss"))
+    assert tiers == dict.fromkeys(["feed", "mix", "norm", "norm.vjp"], "persistent")
+
+
+def test_frozen_run_without_the_pack_fails(tmp_path):
+    with pytest.raises(AssertionError, match="no config is stored"):
+        run(
+            "-m", "tests.offline_program", "run", EJKERNEL_CACHE_DIR=str(tmp_path), EJKERNEL_AUTOTUNE="frozen",
+        )  # fmt: skip
+
+
+def test_specs_make_the_same_calls_again(tmp_path):
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), offline_program.shapes())
+    lowered = jax.jit(offline_program.step).lower(*abstract)
+    found = specs_of(lowered)
+    assert {s["op_id"] for s in found} == {"norm", "norm.vjp", "mix", "feed"}
+    specs.write(found, tmp_path / "record.json")
+    for spec in specs.read(tmp_path / "record.json"):
+        inv = specs.from_spec(spec)
+        assert inv.key == (spec["device"], spec["op_id"], spec["call_key"])
+    feed = next(specs.from_spec(s) for s in found if s["op_id"] == "feed")
+    assert feed.kwargs["activation"] is jax.nn.gelu
+    selector = ConfigSelectorChain(cache=ConfigCache())
+    result = autotune_lowered(selector, lowered.as_text(debug_info=True), specs=tmp_path / "record.json")
+    assert {entry.op_id for entry in result} == {s["op_id"] for s in found}
+
+
+def test_kernels_that_cannot_be_imported_are_reported_by_name(setting):
+    selector, executor, _ = setting
+
+    class Local(Plain):
+        pass
+
+    lowered = jax.jit(lambda x: executor(Local("local"), x, x)).lower(X)
+    found = specs_of(lowered)
+    assert "<locals>" in found[0]["kernel"]
+    gone = [{**found[0], "kernel": "no_such_package.kernels:Gone"}]
+    for listed, message in (
+        (found, r"Local cannot be imported: move it"),
+        (gone, "no_such_package.kernels:Gone cannot be"),
+    ):
+        with pytest.warns(UnmatchedCallWarning, match=message):
+            result = autotune_lowered(selector, lowered.as_text(debug_info=True), specs=listed)
+        assert len(result.unmatched) == 1
+
+
+def test_kernel_that_changed_since_it_was_recorded_is_reported(setting):
+    _, executor, kernel = setting
+    lowered = jax.jit(lambda x: executor(kernel, x, x)).lower(X)
+    (spec,) = specs_of(lowered)
+    with pytest.raises(specs.SpecError, match=r"Record it again\."):
+        specs.from_spec({**spec, "args": spec["args"][:1]})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"ejkernel_record": 99, "calls": []}', "\x00"])
+def test_what_is_no_record_is_refused(tmp_path, text):
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(specs.SpecError, match=r"record\.json"):
+        specs.read(tmp_path / "record.json")
