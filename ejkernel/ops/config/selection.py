@@ -268,7 +268,8 @@ class ConfigSelectorChain:
         tuner = tuner or self.tuner or default_tuner()
         near = self._nearest(inv, kernel, effective_policy(self))
         with self._alone(inv.key):
-            tuning = tuner.tune(inv, kernel, store=self.persistent, seeds=() if near is None else (near.cfg,))
+            store = self.persistent if self.persist_autotune else None
+            tuning = tuner.tune(inv, kernel, store=store, seeds=() if near is None else (near.cfg,))
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
             new = bool(tuning.candidates)

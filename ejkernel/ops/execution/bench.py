@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import queue
@@ -12,14 +13,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel import _compat
+from ejkernel.ops.config import context
 from ejkernel.ops.execution import timers
 from ejkernel.ops.execution.problem import Problem
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import short_hash
 
 Outcome = Literal["failed", "wrong"]
+
+_measuring = threading.Lock()
+"""Two tunings of one process take turns, round by round: side by side they would time each other."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Rejected:
 
     outcome: Outcome
     reason: str
+    limit: tuple[str, float] | None = None
+    """The limit that it broke, by name: a wider one gives it another chance."""
 
 
 class Bench:
@@ -61,7 +69,9 @@ class Bench:
         compile_s: float = 600.0,
     ) -> None:
         self.problem = problem
-        self._arrays, self._statics = arguments.split((problem.args, problem.kwargs))
+        arrays, self._statics = arguments.split((problem.args, problem.kwargs))
+        # On the device once and for all: what a call costs is not what copying its arguments costs.
+        self._arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
         self._cold = cold
         self._num_warmup = max(1, num_warmup)
         self._compile_s = compile_s
@@ -73,7 +83,7 @@ class Bench:
     def _choose_timer(self, timer: timers.Timer | str, exclusive: bool) -> timers.Timer:
         if not isinstance(timer, str):
             return timer
-        on = [next(iter(x.devices())) for x in self._arrays if isinstance(x, jax.Array)]
+        on = [next(iter(x.devices())) for x in self._arrays]
         device = on[0] if on else jax.local_devices()[0]
         if timer == "wall":
             return timers.available(device)[-1]
@@ -81,14 +91,8 @@ class Bench:
 
     def build(self, candidates: Sequence[tuple[int, Any]]) -> list[Built | Rejected]:
         """Compiles (number, config) pairs side by side."""
-        config = _compat.thread_config()
-
-        def work(number: int, cfg: Any) -> Built | Rejected:
-            with _compat.entered_config(config):
-                return self._build(number, cfg)
-
         # Threads that nobody waits for after the limit: a compiler that hangs cannot be stopped from here.
-        return _side_by_side([functools.partial(work, *pair) for pair in candidates], self._compile_s)
+        return _side_by_side([_carried(functools.partial(self._build, *pair)) for pair in candidates], self._compile_s)
 
     def _build(self, number: int, cfg: Any) -> Built | Rejected:
         try:
@@ -97,8 +101,8 @@ class Bench:
             program = jax.jit(lambda arrays: _call(fn, arguments.merge(arrays, self._statics)))
             lowered = program.lower(self._arrays)
             compiled = lowered.compile()
-        except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
-            return Rejected("failed", f"{type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a candidate's failure is a result.
+            return _failed(error)
         self._compiled[number] = compiled
         analysis = compiled.memory_analysis()
         memory = getattr(analysis, "temp_size_in_bytes", 0) or 0
@@ -121,7 +125,7 @@ class Bench:
             for _ in range(self._num_warmup - 1):
                 jax.block_until_ready(compiled(self._arrays))
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
-            return Rejected("failed", f"{type(error).__name__}: {error}")
+            return _failed(error)
         if reason is not None:
             return Rejected("wrong", reason)
         call = functools.partial(compiled, self._arrays)
@@ -135,7 +139,7 @@ class Bench:
         try:
             reason = self.problem.prove_gradient(cfg)
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
-            return Rejected("failed", f"gradient: {type(error).__name__}: {error}")
+            return _failed(error, "gradient: ")
         return None if reason is None else Rejected("wrong", reason)
 
     def measure(self, order: Sequence[int]) -> dict[int, float | Rejected]:
@@ -145,12 +149,13 @@ class Bench:
           TimerError: The clock broke, not a candidate.
         """
         try:
-            return dict(zip(order, self.timer.measure([self._calls[number] for number in order]), strict=True))
+            with _measuring:
+                return dict(zip(order, self.timer.measure([self._calls[number] for number in order]), strict=True))
         except timers.TimerError:
             raise
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             if len(order) == 1:
-                return {order[0]: Rejected("failed", f"{type(error).__name__}: {error}")}
+                return {order[0]: _failed(error)}
         return {number: sample for each in order for number, sample in self.measure([each]).items()}
 
     def use_wall_clock(self) -> None:
@@ -166,6 +171,21 @@ class Bench:
         """Frees everything."""
         self._calls.clear()
         self._compiled.clear()
+
+
+def _failed(error: BaseException, where: str = "") -> Rejected:
+    return Rejected("failed", f"{where}{type(error).__name__}: {error}")
+
+
+def _carried(job: Callable[[], Built | Rejected]) -> Callable[[], Built | Rejected]:
+    """`job` for another thread, with the options, overlays and policy of this one."""
+    config, scope, variables = _compat.thread_config(), context.same_scope(), contextvars.copy_context()
+
+    def carried() -> Built | Rejected:
+        with _compat.entered_config(config), scope:
+            return variables.run(job)
+
+    return carried
 
 
 def _call(fn: Callable[..., Any], arguments_: Any) -> Any:
@@ -205,6 +225,7 @@ def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float
             now = time.monotonic()
             for index, since in list(started.items()):
                 if index not in results and now - since > limit_s:
-                    results[index] = Rejected("failed", f"compiling took more than {limit_s:g} s")
+                    reason = f"compiling took more than {limit_s:g} s"
+                    results[index] = Rejected("failed", reason, ("compile_s", limit_s))
                     start()  # The thread is lost to the compiler.
     return [results[index] for index in range(len(jobs))]

@@ -3,65 +3,141 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.provenance import collect
 from ejkernel.ops.execution.bench import Rejected
 from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.ops.utils.serialize import encode_cfg
+
+_COMPARABLE = ("jax", "jaxlib", "driver", "kernel_source")
 
 
 def cfg_id(cfg: Any) -> str:
-    """A config's name among the trials of a call."""
-    return short_hash(repr(cfg))
+    """A config's name among the trials of a call; by its text where it is more than data."""
+    try:
+        return short_hash(encode_cfg(cfg))
+    except EjkernelError:
+        return short_hash(repr(cfg))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """A race that came to its end.
+
+    Attributes:
+      winner: Who won, by `cfg_id`.
+      seconds: Time of every entrant, and of those that share a program with one.
+      measurement: The winner's, as data.
+      speedup: Over the guess, as data.
+    """
+
+    winner: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    measurement: Mapping[str, Any] | None = None
+    speedup: Mapping[str, Any] | None = None
 
 
 class History:
-    """The trials of one call that were made with the same kernel source, toolchain and clock as here."""
+    """The trials of one call that were made with the same kernel source and toolchain as here.
 
-    def __init__(self, store: PersistentCache | None, key: Any, kernel: Any, clock: str) -> None:
+    Args:
+      store: Where they are kept; None remembers for this tuning only.
+      key: Of the call.
+      kernel: Whose source counts.
+      aim: What was measured, if not the ordinary time.
+      limits: In force now, by name: who failed at a tighter one gets another chance.
+    """
+
+    def __init__(
+        self,
+        store: PersistentCache | None = None,
+        key: Any = None,
+        kernel: Any = None,
+        *,
+        aim: str = "",
+        limits: Mapping[str, float | None] | None = None,
+    ) -> None:
         self._store = store
         self._key = key
+        self._limits = dict(limits or {})
         found = collect(kernel)
-        self._at = short_hash([found.get(name) for name in ("jax", "jaxlib", "driver", "kernel_source")] + [clock])
+        self._at = short_hash([*(found.get(name) for name in _COMPARABLE), aim])
         records = store.read_trials(key) if store is not None else []
         self._records = [record for record in records if record.get("at") == self._at]
-        rejected = (record["rejected"] for record in self._records if "rejected" in record)
-        self.rejected = {each["id"]: Rejected(each["outcome"], each["reason"]) for each in rejected}
+        self.rejected = {
+            each["id"]: Rejected(each["outcome"], each["reason"])
+            for each in self._all("rejected")
+            if not self._is_looser(each.get("limit"))
+        }
 
-    @property
-    def raced(self) -> set[str]:
-        """Configs that took part in a race that was decided."""
-        decided = [record["decided"] for record in self._records if "decided" in record]
-        return {each for race in decided for each in race}
+    def _all(self, kind: str) -> list[Any]:
+        return [record[kind] for record in self._records if kind in record]
+
+    def _is_looser(self, limit: Sequence[Any] | None) -> bool:
+        """Whether the limit that a candidate failed at is wider now."""
+        if limit is None:
+            return False
+        name, value = limit
+        now = self._limits.get(name)
+        return now is not None and now > value
 
     def reject(self, cfg: Any, rejected: Rejected) -> None:
         """Notes a candidate that must not be tried again."""
-        record = {"id": cfg_id(cfg), "cfg": repr(cfg), "outcome": rejected.outcome, "reason": rejected.reason}
+        record = {"id": cfg_id(cfg), "cfg": repr(cfg), **asdict(rejected)}
         self._append({"rejected": record})
 
-    def start_race(self, ids: Sequence[str]) -> list[dict[str, float]]:
-        """Notes a race among these, and returns the rounds of an earlier one that was interrupted."""
-        wanted, rounds, same = sorted(ids), [], False
+    # --- Races ---
+
+    def start_race(self, ids: Sequence[str], clock: str) -> list[dict[str, float]]:
+        """Notes a race among these, and returns the rounds of one that was interrupted and had them all."""
+        entrants: set[str] = set()
+        rounds: list[dict[str, float]] = []
         for record in self._records:
-            if "race" in record:
-                same, rounds = record["race"] == wanted, rounds if record["race"] == wanted else []
-            elif "round" in record and same:
+            if (race := record.get("race")) is not None:
+                rounds = rounds if race["goes_on"] else []
+                entrants = set(race["entrants"]) if race["clock"] == clock else set()
+            elif "round" in record:
                 rounds.append(record["round"])
-            elif "decided" in record and same:
-                same, rounds = False, []
-        if not rounds:
-            self._append({"race": wanted})
-        return rounds
+            elif "decided" in record:
+                entrants = set()
+        goes_on = entrants >= set(ids)
+        self._append({"race": {"entrants": sorted(ids), "clock": clock, "goes_on": goes_on}})
+        return rounds if goes_on else []
 
     def add_round(self, seconds: Mapping[str, float]) -> None:
         """Notes one round."""
         self._append({"round": dict(seconds)})
 
-    def decide(self, ids: Sequence[str]) -> None:
-        """Notes that the race among these is over."""
-        self._append({"decided": sorted(ids)})
+    def decide(self, decided: Decided) -> None:
+        """Notes that the race is over."""
+        self._append({"decided": asdict(decided)})
+
+    @property
+    def decided(self) -> Decided | None:
+        """The last race that was decided, with the times of all that were."""
+        races = [Decided(**each) for each in self._all("decided")]
+        if not races:
+            return None
+        seconds = {name: value for race in races for name, value in race.seconds.items()}
+        last = races[-1]
+        return Decided(winner=last.winner, seconds=seconds, measurement=last.measurement, speedup=last.speedup)
+
+    # --- Searches ---
+
+    def finish(self, space: str) -> None:
+        """Notes that a whole space was searched."""
+        self._append({"searched": space})
+
+    def has_searched(self, space: str) -> bool:
+        """Whether a search of this very space came to its end."""
+        return space in self._all("searched")
 
     def _append(self, record: dict[str, Any]) -> None:
+        record = {"at": self._at, **record}
+        self._records.append(record)
         if self._store is not None:
-            self._store.append_trial(self._key, {"at": self._at, **record})
+            self._store.append_trial(self._key, record)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from ejkernel.ops.execution.racing import Race
+from ejkernel.ops.execution.standings import Estimate
+
 logger = logging.getLogger("ejkernel.tuning")
+
+_EVERY_S = 0.1
 
 
 class Progress:
@@ -25,6 +31,8 @@ class Progress:
         self._budget_s = budget_s
         self._show = sys.stderr.isatty() if show is None else show
         self._start = time.monotonic()
+        self._race_start = (0.0, 0)
+        self._drawn = 0.0
         self._status: Any = None
 
     def __enter__(self) -> Self:
@@ -40,32 +48,52 @@ class Progress:
         if self._status is not None:
             self._status.stop()
 
-    def building(self, built: int, total: int) -> None:
-        """`built` of `total` candidates are compiled."""
-        logger.debug("%s: compiled %d of %d", self._name, built, total)
-        self._draw(f"compiled {built} of {total}")
+    def building(self, done: int, total: int) -> None:
+        """`done` of `total` candidates are compiled, or failed to."""
+        logger.debug("%s: compiled %d of %d", self._name, done, total)
+        self._draw(f"compiled {done} of {total}", None)
 
-    def racing(self, alive: int, total: int, rounds: int, best: Any, estimate: Any) -> None:
+    def racing(self, race: Race[Any], total: int, cfg_of: Callable[[Any], Any]) -> None:
         """A round is over."""
-        logger.debug("%s: round %d, %d of %d alive, best %r", self._name, rounds, alive, total, best)
-        if self._status is None:
+        now = time.monotonic()
+        if race.rounds <= self._race_start[1] or not self._race_start[1]:
+            self._race_start = now, race.rounds
+        verbose = logger.isEnabledFor(logging.DEBUG)
+        if not verbose and (self._status is None or now - self._drawn < _EVERY_S):
             return
-        time_ms = (
-            ""
-            if estimate is None
-            else (f" {1e3 * estimate.median_s:.4g} ms [{1e3 * estimate.low_s:.4g}, {1e3 * estimate.high_s:.4g}]")
-        )
-        self._draw(f"round {rounds}, {alive} of {total} alive, best {best!r}{time_ms}")
+        best = race.result
+        alive = f"round {race.rounds} of the {race.phase}, {len(race.survivors)} of {total} alive"
+        text = f"{alive}, best {cfg_of(best.winner)!r}{_time(best.estimate)}"
+        if verbose:
+            logger.debug("%s: %s", self._name, text)
+        self._draw(text, self._left_s(race, now))
 
     def finished(self, summary: str) -> None:
         """Logs the outcome."""
         logger.info("%s: %s", self._name, summary)
 
-    def _draw(self, text: str) -> None:
+    def _left_s(self, race: Race[Any], now: float) -> float | None:
+        """The most that the race can still take, if its rounds take as long as they took so far."""
+        start, first = self._race_start
+        if race.done or race.rounds == first:
+            return None
+        most = race.rules.heat_rounds + race.rules.final_rounds[1]
+        return (now - start) / (race.rounds - first) * max(most - race.rounds, 0)
+
+    def _draw(self, text: str, left_s: float | None) -> None:
         if self._status is None:
             return
         from rich.markup import escape
 
-        spent = time.monotonic() - self._start
-        left = "" if self._budget_s is None else f", {max(self._budget_s - spent, 0):.0f} s left"
+        self._drawn = time.monotonic()
+        spent = self._drawn - self._start
+        limits = [left_s, None if self._budget_s is None else max(self._budget_s - spent, 0)]
+        least = min((limit for limit in limits if limit is not None), default=None)
+        left = "" if least is None else f", at most {least:.0f} s left"
         self._status.update(escape(f"{self._name}: {text} ({spent:.0f} s{left})"))
+
+
+def _time(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    return f" {1e3 * estimate.median_s:.4g} ms [{1e3 * estimate.low_s:.4g}, {1e3 * estimate.high_s:.4g}]"

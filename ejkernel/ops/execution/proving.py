@@ -50,8 +50,9 @@ def mismatch(got: Any, want: Any, tolerance: Tolerance = None) -> str | None:
 
 
 def _leaf_mismatch(got: Any, want: Any, tolerance: Tolerance) -> str | None:
-    if jnp.shape(got) != jnp.shape(want):
-        return f"shape {jnp.shape(got)} instead of {jnp.shape(want)}"
+    got, want = (x if hasattr(x, "dtype") else jnp.asarray(x) for x in (got, want))
+    if got.shape != want.shape:
+        return f"shape {got.shape} instead of {want.shape}"
     if got.dtype != want.dtype:
         return f"dtype {got.dtype} instead of {want.dtype}"
     if got.dtype == jax.dtypes.float0 or got.size == 0:
@@ -65,22 +66,28 @@ def _leaf_mismatch(got: Any, want: Any, tolerance: Tolerance) -> str | None:
     nans, worst = (float(x) for x in _compare(got, want))
     if nans:
         return f"{nans:.0f} of {got.size} elements are NaN or infinite where the truth is not, or the reverse"
-    return f"error {worst:.1e} is above the tolerance {limit:.1e} of {got.dtype}" if worst > limit else None
+    return None if worst <= limit else f"error {worst:.1e} is above the tolerance {limit:.1e} of {got.dtype}"
 
 
 @jax.jit
 def _compare(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Elements that are finite on one side only, and the largest error, relative to the truth's size."""
+    # The largest numbers of a dtype stand for infinity where something is masked out: they say nothing about scale.
+    info = jnp.finfo(got.dtype)
+    most = 0.99 * float(info.max) if info.bits >= 16 else float("inf")
     wide = jnp.promote_types(got.dtype, jnp.float32)
     got, want = got.astype(wide), want.astype(wide)
-    # Infinities must be the same ones; a NaN need only be a NaN.
-    unlike = (jnp.isnan(got) != jnp.isnan(want)) | ((jnp.isinf(got) | jnp.isinf(want)) & (got != want))
-    finite = jnp.isfinite(got) & jnp.isfinite(want)
+    finite = (jnp.abs(got) < most) & (jnp.abs(want) < most)
+    # What stands for infinity must have the same sign on both sides; a NaN need only be a NaN.
+    endless = lambda x: jnp.abs(x) >= most
+    other_sign = endless(got) & endless(want) & (jnp.sign(jnp.real(got)) != jnp.sign(jnp.real(want)))
+    unlike = (jnp.isnan(got) != jnp.isnan(want)) | (endless(got) != endless(want)) | other_sign
     got, want = jnp.where(finite, got, 0), jnp.where(finite, want, 0)
+    # In units of the largest element: neither the squares nor the differences may overflow.
+    top = jnp.maximum(jnp.abs(want).max(), jnp.finfo(wide).tiny)
+    got, want = got / top, want / top
     size = jnp.abs(want)
-    # Scaled before squaring: large truths must not overflow.
-    top = jnp.maximum(size.max(), jnp.finfo(wide).tiny)
-    scale = top * jnp.sqrt(jnp.mean((size / top) ** 2)) + size
+    scale = jnp.sqrt(jnp.mean(size**2)) + size
     error = jnp.abs(got - want)
     worst = jnp.max(jnp.where(error > 0, error / jnp.maximum(scale, jnp.finfo(wide).tiny), 0))
     return jnp.sum(unlike), worst

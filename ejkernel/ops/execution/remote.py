@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ejkernel.ops.config.selection import source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.bench import Bench, Built, Rejected
 from ejkernel.ops.execution.problem import from_call
 from ejkernel.ops.execution.timers import TimerError
-from ejkernel.ops.execution.workers import JobError, JobRaised, ProcessWorker
+from ejkernel.ops.execution.workers import JobError, JobOutOfMemory, JobRaised, JobTimedOut, ProcessWorker
 
 # --- In the worker ---
 
 _bench: Bench | None = None
 
 
-def _open(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], options: dict[str, Any]) -> str:
+def _open(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], options: dict[str, Any]) -> tuple[str, bool]:
     global _bench
     # Nothing else runs in here, so the most exact timer may be used.
-    _bench = Bench(from_call(inv, kernel, configs=[]), exclusive=True, **options)
-    return _bench.timer.name
+    _bench = Bench(from_call(inv, kernel), exclusive=True, **options)
+    return _timer()
 
 
 def _do(method: str, *args: Any) -> Any:
@@ -31,29 +33,33 @@ def _do(method: str, *args: Any) -> Any:
     return getattr(_bench, method)(*args)
 
 
-def _device_time() -> bool:
+def _timer() -> tuple[str, bool]:
     assert _bench is not None
-    return _bench.timer.device_time
+    return _bench.timer.name, _bench.timer.device_time
 
 
 # --- In the program ---
 
 
-class _RemoteTimer:
+class RemoteTimer:
+    """What is known here of the worker's timer."""
+
     def __init__(self, name: str, device_time: bool) -> None:
         self.name = name
         self.device_time = device_time
 
 
 class RemoteBench:
-    """The interface of `Bench`. A job that breaks a limit costs its limit; what others had built is built again.
+    """The interface of `Bench`. A job that breaks a limit costs its limit and the worker, whose place a new one takes.
+
+    Whatever a candidate needs of an earlier worker is done again before the candidate is asked for anything.
 
     Args:
       kernel: Must be importable and picklable.
       inv: The call, whose data travels along.
       options: For `Bench`.
       compile_s: Limit of compiling one candidate.
-      run_s: Limit of running one candidate once, or of one round.
+      run_s: Limit of running one candidate once.
       memory_bytes: Limit of the worker's memory.
     """
 
@@ -67,123 +73,175 @@ class RemoteBench:
         run_s: float,
         memory_bytes: int | None,
     ) -> None:
-        self._call = (kernel, replace(inv, metadata=dict(inv.metadata)), options)
+        owner = type(source_of(kernel))
+        if owner.__module__ == "__main__":
+            raise JobError(
+                f"{owner.__name__} is defined in the script that runs, where a worker process cannot import it. Move "
+                'it into a module, or tune with isolation="thread".'
+            )
+        self._call = (kernel, replace(inv, metadata=dict(inv.metadata)), {**options, "compile_s": compile_s})
         self._compile_s, self._run_s = compile_s, run_s
+        self._runs = max(1, options.get("num_warmup", 1))
         self._worker = ProcessWorker(memory_bytes=memory_bytes)
-        self._built: dict[int, Any] = {}
-        self._proved: list[int] = []
-        self._truth: int | str | None = "unset"
+        self._cfgs: dict[int, Any] = {}
+        self._truth: tuple[int | None, Any] | None = None
+        self._took_s: dict[int, float] = {}
+        self._timer: RemoteTimer | None = None
         self._wall = False
-        self._start()
+        # What the present worker knows:
+        self._built: set[int] = set()
+        self._proved: set[int] = set()
+        self._has_truth = False
+
+    @property
+    def timer(self) -> RemoteTimer:
+        """The worker's timer."""
+        if self._timer is None:
+            self._open()
+        assert self._timer is not None
+        return self._timer
 
     def build(self, candidates: Sequence[tuple[int, Any]]) -> list[Built | Rejected]:
         """Compiles all of them in one job, or, if that job breaks, each in a job of its own."""
-        if len(candidates) > 1:
-            waves = math.ceil(len(candidates) / (os.cpu_count() or 1))
-            try:
-                results = self._run("build", list(candidates), limit_s=self._compile_s * waves)
-            except JobError:
-                self._restart()
-                return [result for pair in candidates for result in self.build([pair])]
-        else:
-            try:
-                results = self._run("build", list(candidates), limit_s=self._compile_s)
-            except JobError as error:
-                self._restart()
-                return [Rejected("failed", _reason(error))]
-        self._built.update(pair for pair, result in zip(candidates, results, strict=True) if isinstance(result, Built))
+        waves = math.ceil(len(candidates) / (os.cpu_count() or 1))
+        try:
+            # The worker gives up a candidate at the same limit; only one that stops the whole worker meets this one.
+            results = self._ask("build", list(candidates), limit_s=self._compile_s * waves + 1)
+        except JobError as error:
+            if len(candidates) == 1:
+                return [self._rejected(error, "compile_s")]
+            return [result for pair in candidates for result in self.build([pair])]
+        for (number, cfg), result in zip(candidates, results, strict=True):
+            if isinstance(result, Built):
+                self._cfgs[number] = cfg
+                self._built.add(number)
+        if any(isinstance(result, Rejected) and result.limit is not None for result in results):
+            self._lose_worker()  # A compiler that goes on in there would be timed with the others.
         return results
 
     def set_truth(self, number: int | None) -> None:
-        """As in `Bench`; a candidate that cannot even run once raises."""
-        try:
-            self._run("set_truth", number, limit_s=self._run_s)
-        except JobError:
-            self.forget(number) if number is not None else None
-            self._restart()
-            raise
-        self._truth = number
+        """As in `Bench`.
+
+        Raises:
+          JobError: It could not even run once.
+        """
+        cfg = None if number is None else self._cfgs[number]
+        self._take_truth(number, cfg)
+        self._truth = number, cfg
 
     def prove(self, number: int) -> Rejected | None:
         """As in `Bench`."""
-        rejected = self._guarded("prove", number, number)
+        if self._truth is not None and not self._has_truth:
+            self._take_truth(*self._truth)
+        if number not in self._built:
+            (built,) = self.build([(number, self._cfgs[number])])
+            if isinstance(built, Rejected):
+                return built
+        start = time.monotonic()
+        try:
+            rejected = self._ask("prove", number, limit_s=self._run_s * self._runs)
+        except JobError as error:
+            return self._rejected(error, "run_s")
         if rejected is None:
-            self._proved.append(number)
+            self._took_s[number] = time.monotonic() - start
+            self._proved.add(number)
         return rejected
 
     def prove_gradient(self, cfg: Any) -> Rejected | None:
         """As in `Bench`."""
         try:
-            return self._run("prove_gradient", cfg, limit_s=self._compile_s + self._run_s)
+            return self._ask("prove_gradient", cfg, limit_s=self._compile_s + self._run_s)
         except JobError as error:
-            self._restart()
-            return Rejected("failed", f"gradient: {_reason(error)}")
+            return self._rejected(error, "compile_s", "gradient: ")
 
     def measure(self, order: Sequence[int]) -> dict[int, float | Rejected]:
         """As in `Bench`; if a round breaks the worker, each candidate is measured in a job of its own."""
+        samples: dict[int, float | Rejected] = {**self._revive(order)}
+        left = [number for number in order if number not in samples]
+        if not left:
+            return samples
+        # Checked ones have run within the limit: a whole round takes about as long as they took then.
+        limit_s = self._run_s + 4 * sum(self._took_s[number] for number in left)
         try:
-            return self._run("measure", list(order), limit_s=self._run_s * len(order))
+            return samples | self._ask("measure", left, limit_s=limit_s)
         except JobRaised as error:
             if error.kind == "TimerError":
                 raise TimerError(str(error)) from error
             raise
         except JobError as error:
-            if len(order) == 1:
-                self.forget(order[0])
-                self._restart()
-                return {order[0]: Rejected("failed", _reason(error))}
-        self._restart()
-        return {number: sample for each in order for number, sample in self.measure([each]).items()}
+            if len(left) == 1:
+                return samples | {left[0]: self._rejected(error, "run_s")}
+        for number in left:
+            samples |= self.measure([number])
+        return samples
 
     def use_wall_clock(self) -> None:
         """As in `Bench`."""
         self._wall = True
-        self._run("use_wall_clock", limit_s=self._run_s)
-        self.timer = _RemoteTimer("wall", device_time=False)
+        self._ask("use_wall_clock", limit_s=self._run_s)
+        self._timer = RemoteTimer("wall", device_time=False)
 
     def forget(self, number: int) -> None:
         """Frees what a candidate that is out of the race holds."""
-        self._built.pop(number, None)
-        if number in self._proved:
-            self._proved.remove(number)
+        self._cfgs.pop(number, None)
+        if number in self._built:
+            self._ask("forget", number, limit_s=self._run_s)
+        self._built.discard(number)
+        self._proved.discard(number)
 
     def close(self) -> None:
         """Ends the worker."""
         self._worker.close()
 
-    def _run(self, method: str, *args: Any, limit_s: float) -> Any:
-        return self._worker.run(_do, method, *args, limit_s=limit_s)
-
-    def _guarded(self, method: str, number: int, *args: Any) -> Any:
+    def _ask(self, method: str, *args: Any, limit_s: float) -> Any:
+        if self._worker.pid is None:
+            self._open()
         try:
-            return self._run(method, *args, limit_s=self._run_s)
-        except JobError as error:
-            self.forget(number)
-            self._restart()
-            return Rejected("failed", _reason(error))
+            return self._worker.run(_do, method, *args, limit_s=limit_s)
+        finally:
+            if self._worker.pid is None:
+                self._lose_worker()
 
-    def _start(self) -> None:
-        # Making the data and the reference's inputs may compile too.
-        name = self._worker.run(_open, *self._call, limit_s=self._compile_s + self._run_s)
-        self.timer = _RemoteTimer(name, self._worker.run(_device_time, limit_s=self._run_s))
-
-    def _restart(self) -> None:
-        """A worker in the state of the one that was lost, less what broke it."""
-        if self._worker.pid is not None:
-            return
-        self._start()
+    def _open(self) -> None:
+        # Making the data may compile something too.
+        name, device_time = self._worker.run(_open, *self._call, limit_s=self._compile_s + self._run_s)
+        self._timer = RemoteTimer(name, device_time)
         if self._wall:
             self.use_wall_clock()
-        steps: list[Callable[[], Any]] = []
-        if self._built:
-            built = list(self._built.items())
-            steps.append(lambda: self._run("build", built, limit_s=self._compile_s * len(built)))
-        if self._truth != "unset":
-            steps.append(lambda: self._run("set_truth", self._truth, limit_s=self._run_s))
-        steps += [lambda n=n: self._run("prove", n, limit_s=self._run_s) for n in self._proved]
-        for step in steps:
-            step()
 
+    def _lose_worker(self) -> None:
+        """The next one knows nothing yet."""
+        self._worker.close()
+        self._built.clear()
+        self._proved.clear()
+        self._has_truth = False
 
-def _reason(error: JobError) -> str:
-    return f"{type(error).__name__}: {error}"
+    def _take_truth(self, number: int | None, cfg: Any) -> None:
+        if number is not None and number not in self._built:
+            (built,) = self.build([(number, cfg)])
+            if isinstance(built, Rejected):
+                raise JobError(built.reason)
+        limit_s = self._run_s if number is not None else self._compile_s + self._run_s
+        self._ask("set_truth", number, limit_s=limit_s)
+        self._has_truth = True
+
+    def _revive(self, numbers: Sequence[int]) -> dict[int, Rejected]:
+        """Makes these ready to be measured; those that broke on the way, with reasons."""
+        broken: dict[int, Rejected] = {}
+        # Whoever breaks the worker takes the others along, so look again until all are ready or broken.
+        while lost := [n for n in numbers if n not in broken and n not in self._proved]:
+            unbuilt = [n for n in lost if n not in self._built]
+            if unbuilt:
+                results = self.build([(n, self._cfgs[n]) for n in unbuilt])
+                broken |= {n: r for n, r in zip(unbuilt, results, strict=True) if isinstance(r, Rejected)}
+                continue
+            if (rejected := self.prove(lost[0])) is not None:
+                broken[lost[0]] = rejected
+        return broken
+
+    def _rejected(self, error: JobError, limit: str, where: str = "") -> Rejected:
+        values = {"compile_s": self._compile_s, "run_s": self._run_s, "memory_bytes": self._worker.memory_bytes}
+        name = "memory_bytes" if isinstance(error, JobOutOfMemory) else limit
+        broke = isinstance(error, (JobTimedOut, JobOutOfMemory)) and values[name] is not None
+        reason = f"{where}{type(error).__name__}: {error}"
+        return Rejected("failed", reason, (name, float(values[name])) if broke else None)

@@ -106,8 +106,12 @@ class Tuning:
             gain = self.speedup
             lines.append(f"speed-up over the heuristic {gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]")
         lines += [
-            f"  {c.status}: {c.cfg!r}: {c.reason.splitlines()[0]}"
-            for c in self.candidates
-            if c.status in ("failed", "wrong")
+            f"  {c.status}: {c.cfg!r}: {_brief(c.reason)}" for c in self.candidates if c.status in ("failed", "wrong")
         ]
         return "\n".join(lines)
+
+
+def _brief(reason: str) -> str:
+    """A reason's first line, and the last one too: that of a traceback says what went wrong."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

@@ -50,6 +50,10 @@ class AutotuningResult:
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Where it is entered is a matter of this process alone."""
+        return type(self), (self.device, self.entries, self.unmatched)
+
     def as_mapping(self) -> dict[tuple[str, str, str], Any]:
         """Configs by key, as caches hold them."""
         return {(self.device, entry.op_id, entry.call_key): entry.cfg for entry in self.entries}
@@ -91,7 +95,13 @@ class AutotuningResult:
             {"op_id": e.op_id, "call_key": e.call_key, "cfg": encode_cfg(e.cfg), "statistics": dict(e.statistics)}
             for e in self.entries
         ]
-        data = {"schema": SCHEMA, "kind": "ejkernel tuning result", "device": self.device, "entries": entries}
+        data = {
+            "schema": SCHEMA,
+            "kind": "ejkernel tuning result",
+            "device": self.device,
+            "entries": entries,
+            "unmatched": list(self.unmatched),
+        }
         Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
 
     @classmethod
@@ -106,4 +116,4 @@ class AutotuningResult:
             ]
         except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise ResultFileError(f"{path}: not a tuning result of ejkernel ({error!r}).") from error
-        return cls(data["device"], tuple(entries))
+        return cls(data["device"], tuple(entries), tuple(data.get("unmatched", ())))

@@ -10,10 +10,12 @@ from typing import Any
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.benchmarking import benchmark as benchmark
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.pipeline import invocation, prepared
+from ejkernel.ops.execution.pipeline import any_tracer, invocation, prepared
 from ejkernel.ops.execution.report import Candidate as Candidate
 from ejkernel.ops.execution.report import Measurement as Measurement
 from ejkernel.ops.execution.report import Tuning as Tuning
@@ -51,14 +53,17 @@ def autotune(
       configs: What to try; by default the kernel's own `config_space`. With it nothing is stored.
       num_warmup: Runs of each candidate before its first sample.
       num_iters: The least number of samples behind the winner's figures.
-      selector: Whose caches take the result; by default the default executor's. A call that is stored there already is
-        not measured again, except against candidates that are new.
+      selector: Whose caches take the result; by default the default executor's. A call that was tuned on its disk
+        already is not measured again, except against candidates that are new.
       tuner: Further settings; `num_warmup` and `num_iters` are then its own.
       **kwargs: The call's keyword arguments.
     """
     tuner = tuner if tuner is not None else Autotuner(num_warmup=num_warmup, num_iters=num_iters)
     args, kwargs = prepared(kernel, args, kwargs)
-    inv = replace(invocation(kernel, args, kwargs), args=args, kwargs=kwargs)
+    inv = invocation(kernel, args, kwargs)
+    if not any_tracer(args, kwargs):
+        inv = replace(inv, args=args, kwargs=kwargs)
+    inv = _served(inv, kernel)
     if configs is not None:
         return tuner.tune(inv, kernel, configs=configs).cfg
     return _selector(selector).tune(inv, kernel, tuner=tuner).cfg
@@ -109,8 +114,21 @@ def _recorded_invocation(
     """The call as it was traced: its context and platform are known to the registry, not to the mapping."""
     traced = registry.traced(op_id, call_key)
     if traced is not None:
-        return replace(traced, kernel=kernel, args=tuple(args), kwargs=dict(kwargs))
-    return Invocation(kernel=kernel, op_id=op_id, args=tuple(args), kwargs=dict(kwargs))
+        inv = replace(traced, kernel=kernel, args=tuple(args), kwargs=dict(kwargs))
+        return inv if inv.platform is not None else _served(inv, kernel)
+    return _served(Invocation(kernel=kernel, op_id=op_id, args=tuple(args), kwargs=dict(kwargs)), kernel)
+
+
+def _served(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invocation[Any, Any]:
+    """The call with the platform that would serve it: guess and candidates may depend on it."""
+    forward = kernel.forward if isinstance(kernel, BackwardKernel) else kernel
+    reasons: dict[str, str] = {}
+    for platform, _ in dispatch.implementations(forward, inv.context):
+        here = replace(inv, platform=platform)
+        if (reason := dispatch.refusal(forward, here, platform)) is None:
+            return here
+        reasons[platform] = reason
+    raise dispatch.UnsupportedCallError(inv, reasons)
 
 
 def _selector(selector: ConfigSelectorChain | None) -> ConfigSelectorChain:

@@ -1,0 +1,166 @@
+"""Gradients as something to tune and to prove: of a kernel's own backward, against its reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.config.context import same_cfg
+from ejkernel.ops.config.selection import heuristic, run_with
+from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils import arguments
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Gradients = dict[str, Any]
+"""By the place of the argument: only floating-point arrays have one."""
+
+
+def prover(
+    inv: Invocation[Any, Any],
+    kernel: Kernel[Any, Any],
+    args: Args,
+    kwargs: Kwargs,
+    mismatch: Callable[[Any, Any], str | None],
+) -> Callable[[Any], str | None] | None:
+    """For a backward that takes the forward's config: says why a config's gradient is wrong, or None."""
+    guess = heuristic(inv, kernel)
+    if BackwardKernel.of(kernel) is not None or _method(inv, kernel, guess) is None:
+        return None
+
+    def found(cfg: Any) -> Gradients:
+        method = _method(inv, kernel, cfg)
+        if method is None:
+            raise NotImplementedError(f"{inv.op_id}: no backward for {cfg!r}")
+        return _jitted(lambda a, k: _fitted(method(*_saved(inv, kernel, cfg, a, k), a, k, cfg), a))(args, kwargs)
+
+    def prove(cfg: Any) -> str | None:
+        want = _true_gradients(kernel, args, kwargs)
+        if want is None and same_cfg(cfg, guess):
+            return None
+        reason = mismatch(found(cfg), found(guess) if want is None else want)
+        return None if reason is None else f"gradient: {reason}"
+
+    return prove
+
+
+def backward(
+    inv: Invocation[Any, Any], forward: Kernel[Any, Any], args: Args, kwargs: Kwargs
+) -> tuple[Callable[[Any], Callable[..., Any]], Any, Gradients | None]:
+    """A backward that is tuned on its own: functions of `(saved, args, kwargs)`, what was saved, right gradients."""
+    cfg = inv.metadata.get("forward_cfg")
+    cfg = heuristic(inv, forward) if cfg is None else cfg
+    saved = _jitted(lambda a, k: _saved(inv, forward, cfg, a, k))(args, kwargs)
+
+    def make_fn(cfg: Any) -> Callable[..., Any]:
+        method = _method(inv, forward, cfg)
+        if method is None:
+            raise NotImplementedError(f"{inv.op_id}: no backward for {cfg!r}")
+        return lambda saved, a, k: _fitted(method(*saved, a, k, cfg), a)
+
+    return make_fn, saved, _true_gradients(forward, args, kwargs)
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers of any floating-point dtype."""
+    if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 16:
+        return jax.random.normal(key, shape, dtype)
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn(args, kwargs)` compiled as one program, static leaves as they are."""
+
+    def call(*tree: Any) -> Any:
+        arrays, statics = arguments.split(tree)
+        return jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics)))(arrays)
+
+    return call
+
+
+def _saved(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
+    """(residuals, out, cotangent) of the forward; the cotangent is normal, like a real one."""
+    platform = _platform(inv, kernel, cfg)
+    forward = dispatch.find(kernel, "fwd_with_residuals", inv.context, platform)
+    if forward is not None and dispatch.find(kernel, "vjp", inv.context, platform) is not None:
+        out, residuals = forward(*args, cfg=cfg, **kwargs)
+    else:
+        out, residuals = run_with(kernel, inv, cfg, args, kwargs), None
+    return residuals, out, _cotangent(out)
+
+
+def _cotangent(out: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(out)
+    keys = jax.random.split(jax.random.key(1), max(len(leaves), 1))
+    pairs = zip(leaves, keys[: len(leaves)], strict=True)
+    zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+    return treedef.unflatten(
+        [normal(k, x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else zero(x) for x, k in pairs]
+    )
+
+
+def _platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str:
+    named = dispatch.forced_platform(kernel, cfg) or inv.platform
+    return named if named is not None else next(dispatch.implementations(kernel, inv.context))[0]
+
+
+def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Callable[..., Any] | None:
+    """`(residuals, out, dout, args, kwargs, cfg) -> gradients`, from whichever style the kernel is written in."""
+    platform = _platform(inv, kernel, cfg)
+    vjp = dispatch.find(kernel, "vjp", inv.context, platform)
+    if vjp is not None and dispatch.find(kernel, "fwd_with_residuals", inv.context, platform) is not None:
+        return lambda residuals, out, dout, a, k, cfg: vjp(residuals, out, dout, *a, cfg=cfg, **k)
+    own = getattr(kernel, "custom_vjp", None)
+    if own is None:
+        return None
+
+    def custom(residuals: Any, out: Any, dout: Any, a: Args, k: Kwargs, cfg: Any) -> Any:
+        return own(a, cfg, k, tuple(dout) if isinstance(dout, (tuple, list)) else (dout,))
+
+    return custom
+
+
+def _true_gradients(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Gradients | None:
+    """The reference's own gradients, for the cotangent that `_saved` makes; None without a reference."""
+    reference = getattr(kernel, "reference", None)
+    if reference is None:
+        return None
+    leaves, treedef = jax.tree.flatten(args)
+    places = {place: i for i, place in enumerate(_places(args)) if _has_gradient(leaves[i])}
+
+    def run(chosen: Gradients) -> Any:
+        merged = list(leaves)
+        for place, x in chosen.items():
+            merged[places[place]] = x
+        return reference(*treedef.unflatten(merged), **kwargs)
+
+    out, pull = jax.vjp(run, {place: leaves[i] for place, i in places.items()})
+    return pull(_cotangent(out))[0]
+
+
+def _places(args: Args) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+
+
+def _has_gradient(x: Any) -> bool:
+    return arguments.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _fitted(grads: Any, args: Args) -> Gradients:
+    """What a backward returned, as it is used: in the arguments' dtypes, None as zeros."""
+    found: list[Any] = []
+    for grad, arg in zip(grads, args, strict=True):
+        leaves, treedef = jax.tree.flatten(arg)
+        found += [None] * len(leaves) if grad is None else treedef.flatten_up_to(grad)
+    triples = zip(_places(args), found, jax.tree.leaves(args), strict=True)
+    return {
+        place: jnp.zeros_like(x) if grad is None else jnp.asarray(grad).astype(x.dtype)
+        for place, grad, x in triples
+        if _has_gradient(x)
+    }
