@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,10 +68,7 @@ def tune(
     calls, missing = _calls(target, specs_file, args, settings or [])
     cache = PersistentCache(store)
     tuner = {"budget_s": budget, "isolation": str(isolation)}
-    if executor is None:
-        outcomes = _tune_here(cache, calls, tuner)
-    else:
-        outcomes = _tune_there(cache, calls, tuner, fleet.executor_from(executor))
+    outcomes = _tune_here(cache, calls, tuner) if executor is None else _tune_there(cache, calls, tuner, executor)
     rows, failed = _show(outcomes, as_json), list(missing)
     failed += [f"{row['op_id']} {row['call_key']}: {row['error']}" for row in rows if row["error"]]
     if out is not None:
@@ -153,15 +149,17 @@ def _tune_here(
 
 
 def _tune_there(
-    cache: PersistentCache, calls: list[Invocation[Any, Any]], settings: dict[str, Any], executor: Executor
+    cache: PersistentCache, calls: list[Invocation[Any, Any]], settings: dict[str, Any], address: str
 ) -> Iterator[dict[str, Any]]:
-    for finished in fleet.tune_specs([specs.to_spec(inv) for inv in calls], executor, settings):
-        spec, entry = finished.spec, finished.entry
-        if entry is None:
-            yield _row((spec["device"], spec["op_id"], spec["call_key"]), None, None, finished.error)
-        else:
-            cache.add(entry)
-            yield _row(entry.place, entry.cfg, entry.statistics, None)
+    with fleet.executor_at(address) as executor:
+        for finished in fleet.tune_specs([specs.to_spec(inv) for inv in calls], executor, settings):
+            spec, entry = finished.spec, finished.entry
+            if entry is None:
+                yield _row((spec["device"], spec["op_id"], spec["call_key"]), None, None, finished.error)
+            else:
+                # Stored as it comes in: whatever happens to the rest, this one is safe.
+                cache.add(entry)
+                yield _row(entry.place, entry.cfg, entry.statistics, None)
 
 
 def _row(key: Iterable[str], cfg: Any, statistics: Any, error: str | None) -> dict[str, Any]:

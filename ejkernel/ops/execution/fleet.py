@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +66,19 @@ def tune_specs(
             yield Finished(spec, entries.from_data(future.result()))
 
 
-def executor_from(address: str) -> Executor:
+@contextmanager
+def executor_at(address: str) -> Iterator[Executor]:
     """The executor that an address names: `dask://host:port`, or `module:factory` for anything else."""
     if address.startswith("dask://"):
         try:
             distributed = importlib.import_module("distributed")
         except ImportError as error:
             raise FleetError(f"{address}: needs dask. Install it with `pip install distributed`.") from error
-        return distributed.Client(address.replace("dask://", "tcp://")).get_executor()
+        with distributed.Client(address.replace("dask://", "tcp://")) as client, client.get_executor() as executor:
+            yield executor
+        return
     if ":" not in address:
         raise FleetError(f"--executor: {address!r} is neither dask://host:port nor module:factory.")
     factory: Callable[[], Executor] = specs.find(address, "executor factory")
-    return factory()
+    with factory() as executor:
+        yield executor

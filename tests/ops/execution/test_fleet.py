@@ -1,0 +1,121 @@
+"""Specs spread over workers: each call on one of them, and nothing that was finished is lost."""
+
+import os
+import signal
+import sys
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.ops import Invocation, PersistentCache, specs
+from ejkernel.ops.execution import fleet
+from tests import offline_program
+
+ROOT = str(Path(__file__).parents[3])
+SETTINGS = {"num_iters": 1, "isolation": "thread", "progress": False}
+
+
+def recorded(count):
+    shapes = [jax.ShapeDtypeStruct((1, 2 + i, 4), jnp.float32) for i in range(count)]
+    return [specs.to_spec(Invocation(kernel=offline_program.MIX, args=(x,), kwargs={"causal": True})) for x in shapes]
+
+
+class Counting(ThreadPoolExecutor):
+    def __init__(self):
+        super().__init__(1)
+        self.submitted = []
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.submitted.append(args[0]["call_key"])
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_the_same_call_goes_to_one_worker_only():
+    calls = recorded(2)
+    with Counting() as executor:
+        done = list(fleet.tune_specs([*calls, *calls], executor, SETTINGS))
+    assert sorted(executor.submitted) == sorted(s["call_key"] for s in calls)
+    assert {f.entry.place.call_key for f in done} == {s["call_key"] for s in calls}
+
+
+def test_call_that_breaks_its_worker_costs_only_itself():
+    class Breaking(Counting):
+        def submit(self, fn, /, *args, **kwargs):
+            if len(self.submitted) == 1:
+                broken = Future()
+                broken.set_exception(RuntimeError("worker lost"))
+                self.submitted.append("broken")
+                return broken
+            return super().submit(fn, *args, **kwargs)
+
+    with Breaking() as executor:
+        done = list(fleet.tune_specs(recorded(3), executor, SETTINGS))
+    assert sorted(f.error or "" for f in done) == ["", "", "RuntimeError: worker lost"]
+
+
+def make_executor():
+    return ThreadPoolExecutor(1)
+
+
+def test_executor_is_found_by_its_address():
+    with fleet.executor_at("tests.ops.execution.test_fleet:make_executor") as executor:
+        assert isinstance(executor, ThreadPoolExecutor)
+    with (
+        pytest.raises(fleet.FleetError, match=r"neither dask://host:port nor module:factory"),
+        fleet.executor_at("nonsense"),
+    ):
+        pass
+    with (
+        pytest.raises(specs.SpecError, match=r"executor factory no\.such:thing cannot be imported"),
+        fleet.executor_at("no.such:thing"),
+    ):
+        pass
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with warnings.catch_warnings():
+        # Of dask's own making, about ports and its dependencies.
+        warnings.simplefilter("ignore")
+        from distributed import LocalCluster
+
+        with LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
+        ) as cluster:
+            yield cluster
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_dask_workers_tune_what_a_single_process_would(cluster, tmp_path):
+    calls = recorded(20)
+    store = PersistentCache(tmp_path)
+    address = cluster.scheduler_address.replace("tcp://", "dask://")
+    with fleet.executor_at(address) as executor:
+        for finished in fleet.tune_specs(calls, executor, SETTINGS):
+            assert finished.error is None
+            assert finished.entry.place not in store
+            store.add(finished.entry)
+    assert {e.place.call_key for e in store.entries()} == {s["call_key"] for s in calls}
+    assert all(e.cfg in (offline_program.Rows(1), offline_program.Rows(4)) for e in store.entries())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_worker_killed_in_the_middle_loses_nothing_that_was_finished(cluster, tmp_path):
+    calls, store = recorded(8), PersistentCache(tmp_path)
+    pids = [worker.process.pid for worker in cluster.workers.values()] if sys.platform == "linux" else []
+    address = cluster.scheduler_address.replace("tcp://", "dask://")
+    with fleet.executor_at(address) as executor:
+        for count, finished in enumerate(fleet.tune_specs(calls, executor, SETTINGS)):
+            if count == 1:
+                os.kill(pids[0], signal.SIGKILL)
+            assert finished.error is None, finished.error
+            store.add(finished.entry)
+    assert {e.place.call_key for e in store.entries()} == {s["call_key"] for s in calls}
