@@ -51,7 +51,7 @@ def _die(x):
 def _allocate(x):
     held = []
     while True:
-        held.append(np.ones(16 << 20, np.uint8))
+        held.append(np.ones(64 << 20, np.uint8))
         time.sleep(0.01)
 
 
@@ -163,3 +163,20 @@ class GatheringWithExamples(Gathering):
 def call(kernel, *args):
     """The invocation of a call, as the executor makes it."""
     return Invocation(kernel=kernel, args=args)
+
+
+def _late(x):
+    """Runs well for a while, over all workers together, and then no more."""
+    path = os.environ["TESTS_CRASH_FILE"]
+    with open(path, "a") as file:
+        file.write("x")
+    if os.path.getsize(path) > 20:
+        _die(x)
+    return np.asarray(x)
+
+
+class Late(Doubling):
+    """Crashes after it was found right."""
+
+    def run(self, x, *, cfg):
+        return busy(_callback(_late, 2 * x) if cfg.fault == "late" else 2 * x, cfg.loops)

@@ -9,12 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.selection import source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.bench import Bench, Built, Rejected
 from ejkernel.ops.execution.problem import from_call
 from ejkernel.ops.execution.timers import TimerError
 from ejkernel.ops.execution.workers import JobError, JobOutOfMemory, JobRaised, JobTimedOut, ProcessWorker
+
+
+class RemoteBenchError(EjkernelError, RuntimeError):
+    """A problem could not be set up in a worker: no candidate is to blame."""
+
 
 # --- In the worker ---
 
@@ -75,7 +81,7 @@ class RemoteBench:
     ) -> None:
         owner = type(source_of(kernel))
         if owner.__module__ == "__main__":
-            raise JobError(
+            raise RemoteBenchError(
                 f"{owner.__name__} is defined in the script that runs, where a worker process cannot import it. Move "
                 'it into a module, or tune with isolation="thread".'
             )
@@ -124,6 +130,7 @@ class RemoteBench:
 
         Raises:
           JobError: It could not even run once.
+          RemoteBenchError: There is no worker for it.
         """
         cfg = None if number is None else self._cfgs[number]
         self._take_truth(number, cfg)
@@ -204,7 +211,13 @@ class RemoteBench:
 
     def _open(self) -> None:
         # Making the data may compile something too.
-        name, device_time = self._worker.run(_open, *self._call, limit_s=self._compile_s + self._run_s)
+        try:
+            name, device_time = self._worker.run(_open, *self._call, limit_s=self._compile_s + self._run_s)
+        except JobError as error:
+            self._worker.close()
+            raise RemoteBenchError(
+                f"{self._call[1].op_id}: cannot be tuned in a process of its own. {error}"
+            ) from error
         self._timer = RemoteTimer(name, device_time)
         if self._wall:
             self.use_wall_clock()
@@ -220,7 +233,7 @@ class RemoteBench:
         if number is not None and number not in self._built:
             (built,) = self.build([(number, cfg)])
             if isinstance(built, Rejected):
-                raise JobError(built.reason)
+                raise RemoteBenchError(f"{self._call[1].op_id}: what was taken as right runs no more: {built.reason}")
         limit_s = self._run_s if number is not None else self._compile_s + self._run_s
         self._ask("set_truth", number, limit_s=limit_s)
         self._has_truth = True
@@ -243,5 +256,5 @@ class RemoteBench:
         values = {"compile_s": self._compile_s, "run_s": self._run_s, "memory_bytes": self._worker.memory_bytes}
         name = "memory_bytes" if isinstance(error, JobOutOfMemory) else limit
         broke = isinstance(error, (JobTimedOut, JobOutOfMemory)) and values[name] is not None
-        reason = f"{where}{type(error).__name__}: {error}"
+        reason = f"{where}{type(error).__name__}: {str(error).removeprefix(f'{_do.__qualname__}: ')}"
         return Rejected("failed", reason, (name, float(values[name])) if broke else None)

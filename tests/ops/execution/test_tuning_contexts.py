@@ -1,0 +1,228 @@
+"""A first call that tunes, from inside any transformation, is as good as an eager one and leaves nothing behind."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overlay_cache, policy_override
+from ejkernel.ops.execution.problem import TuningInputsError
+from tests.tuning_kernels import (
+    FAST,
+    MIDDLE,
+    Doubling,
+    Gathering,
+    GatheringWithExamples,
+    OwnBackward,
+    WithCustomVjp,
+    WithResiduals,
+    Work,
+)
+
+X = jnp.linspace(0.1, 1, 64).reshape(8, 8)
+QUIET = Autotuner(progress=False, max_candidates=2)
+
+
+def tuning_executor(**kwargs):
+    return Executor(ConfigSelectorChain(autotune=True, tuner=QUIET, **kwargs))
+
+
+def mesh(kind):
+    return jax.make_mesh((4,), ("i",), axis_types=(kind,))
+
+
+def in_custom_vjp(call, x):
+    @jax.custom_vjp
+    def outer(x):
+        return call(x)
+
+    outer.defvjp(lambda x: (call(x), None), lambda res, g: (3 * g,))
+    return jax.grad(lambda x: outer(x).sum())(x)
+
+
+def in_shard_map(call, x):
+    return jax.jit(jax.shard_map(call, in_specs=P("i"), out_specs=P("i")))(x)
+
+
+@contextlib.contextmanager
+def arguments(place):
+    """What to call the function of a place with, under the mesh that it wants."""
+    if not place.startswith("shard_map"):
+        yield X
+        return
+    m = mesh(AxisType.Explicit if place.endswith("explicit") else AxisType.Auto)
+    with jax.set_mesh(m):
+        yield jax.device_put(X, NamedSharding(m, P("i")))
+
+
+PLACES = {
+    "eager": lambda call, x: call(x),
+    "jit": lambda call, x: jax.jit(call)(x),
+    "vmap": lambda call, x: jax.vmap(call)(x),
+    "grad": lambda call, x: jax.grad(lambda x: call(x).sum())(x),
+    "jit of grad": lambda call, x: jax.jit(jax.grad(lambda x: call(x).sum()))(x),
+    "scan": lambda call, x: jax.lax.scan(lambda c, row: (c, call(row)), 0, x)[1],
+    "remat": lambda call, x: jax.grad(lambda x: jax.checkpoint(call)(x).sum())(x),
+    "cond": lambda call, x: jax.lax.cond(x.sum() > 0, call, lambda x: x, x),
+    "custom_vjp": in_custom_vjp,
+    "shard_map auto": in_shard_map,
+    "shard_map explicit": in_shard_map,
+    "pmap": lambda call, x: jax.pmap(call)(x[:4]),
+}
+
+
+@pytest.mark.parametrize("kernel", [Doubling, WithCustomVjp, WithResiduals, OwnBackward], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_first_call_tunes_and_answers_like_an_eager_one(place, kernel):
+    tuned, plain = tuning_executor(), Executor(ConfigSelectorChain())
+    run = PLACES[place]
+    with arguments(place) as x:
+        found = run(functools.partial(tuned, kernel()), x)
+        np.testing.assert_allclose(found, run(functools.partial(plain, kernel()), x), rtol=1e-6)
+    assert {cfg for _, cfg in tuned.chooser.cache.items()} == {Work(FAST)}
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("eager", "pmap")])
+def test_nothing_is_left_in_the_callers_program(place):
+    kernel, tuned = WithResiduals(), tuning_executor()
+    program = functools.partial(PLACES[place], functools.partial(tuned, kernel))
+    with arguments(place) as x:
+        first = str(jax.make_jaxpr(program)(x))
+        assert len(tuned.chooser.cache) > 0
+        with policy_override(autotune="frozen"):
+            assert str(jax.make_jaxpr(program)(x)) == first
+
+
+@pytest.mark.parametrize("place", ["eager", "jit", "scan"])
+def test_options_of_the_thread_hold_while_tuning(place):
+    seen = []
+
+    class Spy(Doubling):
+        def run(self, x, *, cfg):
+            seen.append((x.dtype, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+            seen.append(str(jax.config.jax_default_device))
+            return super().run(x, cfg=cfg)
+
+    device = jax.devices()[2]
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(device):
+        x = jnp.ones((4, 4), jnp.float64)
+        out = PLACES[place](functools.partial(tuning_executor(), Spy()), x)
+    assert out.dtype == jnp.float64
+    assert set(seen) == {(jnp.dtype("float64"), True, "highest"), str(device)}
+
+
+def test_matmul_precision_reaches_the_candidates_programs(monkeypatch):
+    from ejkernel.ops.execution.bench import Bench
+
+    texts = []
+    build = Bench._build
+
+    def spying(bench, number, cfg):
+        result = build(bench, number, cfg)
+        texts.append(bench._compiled[number].as_text())
+        return result
+
+    monkeypatch.setattr(Bench, "_build", spying)
+
+    class Product(Doubling):
+        def run(self, x, *, cfg):
+            return super().run(x @ x, cfg=cfg)
+
+    with jax.default_matmul_precision("highest"):
+        jax.jit(functools.partial(tuning_executor(), Product()))(X)
+    assert texts
+    assert all("highest" in text for text in texts)
+
+
+def test_default_device_is_where_made_up_data_lies(monkeypatch):
+    from ejkernel.ops.execution.bench import Bench
+
+    devices = set()
+    measure = Bench.measure
+
+    def spying(bench, order):
+        devices.update(*(x.devices() for x in bench._arrays))
+        return measure(bench, order)
+
+    monkeypatch.setattr(Bench, "measure", spying)
+    with jax.default_device(jax.devices()[3]):
+        jax.jit(functools.partial(tuning_executor(), Doubling()))(X)
+    assert devices == {jax.devices()[3]}
+
+
+def test_overlays_reach_the_kernels_that_a_candidate_calls():
+    inner, outer = Doubling("tests.inner"), Doubling("tests.outer")
+    plain = Executor(ConfigSelectorChain())
+    seen = set()
+
+    class Spy(Doubling):
+        def run(self, x, *, cfg):
+            seen.add(cfg.tag)
+            return super().run(x, cfg=cfg)
+
+    class Outer(Kernel[Work, jax.Array]):
+        def run(self, x, *, cfg):
+            return outer.run(plain(Spy("tests.inner"), x), cfg=cfg)
+
+        def heuristic_cfg(self, inv):
+            return Work(MIDDLE)
+
+        def config_space(self, inv):
+            return [Work(MIDDLE), Work(FAST)]
+
+    key = plain.explain(inner, X).key
+    with overlay_cache({key: Work(FAST, tag=7)}):
+        tuning_executor()(Outer(), X)
+    assert seen == {7}
+
+
+def test_sharded_arguments_of_an_eager_call_are_tuned_as_they_lie():
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        x = jax.device_put(X, NamedSharding(mesh(kind), P("i")))
+        np.testing.assert_allclose(tuning_executor()(Doubling(), x), 2 * X, rtol=1e-6)
+
+
+def test_static_and_numpy_arguments_are_tuned():
+    class Scaled(Doubling):
+        def run(self, x, *, by, mode, cfg):
+            assert mode == "times"
+            return super().run(x, cfg=cfg) * by
+
+    out = tuning_executor()(Scaled(), np.asarray(X), by=0.5, mode="times")
+    np.testing.assert_allclose(out, X, rtol=1e-6)
+
+
+# --- Data of abstract calls ---
+
+
+def test_abstract_integers_without_examples_say_what_to_write():
+    index = jnp.arange(4)
+    executor = tuning_executor()
+    with pytest.raises(TuningInputsError, match=r"argument \[1\] is int32\[4\].*\n.*def example_inputs"):
+        jax.jit(functools.partial(executor, Gathering()))(X, index)
+    # An eager call has its own.
+    np.testing.assert_allclose(executor(Gathering(), X, index), 2 * X[index], rtol=1e-6)
+
+
+def test_abstract_integers_in_a_nested_keyword_are_named():
+    class Nested(Doubling):
+        def run(self, x, *, table, cfg):
+            return super().run(x, cfg=cfg)
+
+    with pytest.raises(TuningInputsError, match=r"\['table'\]\['pages'\] is int32\[3\]"):
+        jax.jit(lambda x, t: tuning_executor()(Nested(), x, table={"pages": t}))(X, jnp.arange(3))
+
+
+def test_example_inputs_serve_abstract_calls_only():
+    index, executor = jnp.arange(4), tuning_executor()
+    before = GatheringWithExamples.examples
+    executor(GatheringWithExamples(), X, index)
+    assert GatheringWithExamples.examples == before
+    out = jax.jit(functools.partial(executor, GatheringWithExamples()))(X[:, :2], index)
+    np.testing.assert_allclose(out, 2 * X[:4, :2], rtol=1e-6)
+    assert GatheringWithExamples.examples == before + 1
