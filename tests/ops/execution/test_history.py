@@ -1,0 +1,92 @@
+"""What is left of a tuning, and which of it counts later."""
+
+import pytest
+
+from ejkernel.ops import PersistentCache
+from ejkernel.ops.execution.bench import Rejected
+from ejkernel.ops.execution.history import Decided, History, cfg_id
+from tests.tuning_kernels import Doubling, Referenced, Work
+
+KEY = ("device", "op", "0" * 16)
+
+
+@pytest.fixture
+def again(tmp_path):
+    """Opens the history anew, as the next process would."""
+    return lambda kernel=Doubling, **kwargs: History(PersistentCache(tmp_path), KEY, kernel(), **kwargs)
+
+
+def test_rounds_of_an_interrupted_race_come_back(again):
+    first = again()
+    assert first.start_race(["a", "b"], "wall") == []
+    first.add_round({"a": 1.0, "b": 2.0})
+    second = again()
+    assert second.start_race(["b", "a"], "wall") == [{"a": 1.0, "b": 2.0}]
+    second.add_round({"a": 1.5, "b": 2.5})
+    assert len(again().start_race(["a", "b"], "wall")) == 2
+
+
+def test_rounds_serve_a_race_among_fewer(again):
+    first = again()
+    first.start_race(["a", "b", "c"], "wall")
+    first.add_round({"a": 1.0, "b": 2.0, "c": 3.0})
+    assert len(first.start_race(["a", "c"], "wall")) == 1
+    assert len(again().start_race(["a"], "wall")) == 1
+
+
+@pytest.mark.parametrize(("ids", "clock"), [(["a", "b", "c"], "wall"), (["a", "b"], "cupti")])
+def test_rounds_do_not_serve_more_entrants_or_another_clock(again, ids, clock):
+    first = again()
+    first.start_race(["a", "b"], "wall")
+    first.add_round({"a": 1.0, "b": 2.0})
+    assert again().start_race(ids, clock) == []
+    assert again().start_race(["a"], clock) == []
+
+
+def test_decided_race_is_not_run_on(again):
+    first = again()
+    first.start_race(["a", "b"], "wall")
+    first.add_round({"a": 1.0, "b": 2.0})
+    first.decide(Decided(winner="a", seconds={"a": 1.0, "b": 2.0}))
+    assert again().start_race(["a", "b"], "wall") == []
+    first.decide(Decided(winner="c", seconds={"a": 1.1, "c": 0.5}, measurement={"median_ms": 1}))
+    known = again().decided
+    assert (known.winner, known.seconds) == ("c", {"a": 1.1, "b": 2.0, "c": 0.5})
+    assert known.measurement == {"median_ms": 1}
+
+
+def test_other_source_or_aim_knows_nothing(again):
+    first = again()
+    first.decide(Decided(winner="a"))
+    first.reject(Work(1), Rejected("wrong", "all wrong"))
+    first.finish("space")
+    for other in (again(Referenced), again(aim="cold")):
+        assert other.decided is None
+        assert not other.rejected
+        assert not other.has_searched("space")
+    assert again().has_searched("space")
+
+
+def test_rejection_is_remembered_unless_its_limit_was_widened(again):
+    again().reject(Work(1), Rejected("failed", "slow", ("run_s", 5.0)))
+    again().reject(Work(2), Rejected("wrong", "off by one"))
+    assert again().rejected == {
+        cfg_id(Work(1)): Rejected("failed", "slow"),
+        cfg_id(Work(2)): Rejected("wrong", "off by one"),
+    }
+    assert cfg_id(Work(1)) in again(limits={"run_s": 5.0}).rejected
+    assert set(again(limits={"run_s": 6.0}).rejected) == {cfg_id(Work(2))}
+
+
+def test_configs_have_names_by_content():
+    assert cfg_id(Work(1)) == cfg_id(Work(1))
+    assert cfg_id(Work(1)) != cfg_id(Work(2))
+    assert cfg_id({"block": 1}) == cfg_id({"block": 1})
+    assert cfg_id(print) == cfg_id(print)  # No data, but still a name.
+
+
+def test_history_without_a_store_is_kept_for_the_tuning():
+    history = History()
+    history.start_race(["a", "b"], "wall")
+    history.add_round({"a": 1.0, "b": 2.0})
+    assert len(history.start_race(["a"], "wall")) == 1
