@@ -1,25 +1,26 @@
 """Our Hopper attention kernels against cuDNN: checks numbers, then times, in one run.
 
     python benchmarks/hopper_attention.py --out results.md
-    python benchmarks/hopper_attention.py --sweep --rounds 15 --rows 0,3
+    python benchmarks/hopper_attention.py --sweep --rounds 8 --rows 0,3
 
-Device time by CUPTI. Candidates run interleaved in random order, so that clocks and temperature hit all alike; the
-figure is the median over the rounds. Errors are relative to float32 on the same fresh random data, for two heads.
+Device time by CUPTI. Candidates of a row run interleaved in random order, so that clocks and temperature hit all
+alike; the figure is the median over the rounds. Errors are relative to float32 on the same fresh random data, for the
+heads that share one key head. `--sweep` times the whole config space instead of a few hand-picked configs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import concurrent.futures
 import dataclasses
 import functools
-import math
 import pathlib
 import random
 import statistics
 import sys
 import time
-import traceback
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from ejkernel.kernels.flash_attention import config as cfgs
-from ejkernel.kernels.flash_attention import mosaic, mosaic_bwd
+from ejkernel.kernels.flash_attention import config as configs
+from ejkernel.kernels.flash_attention import mosaic, mosaic_bwd, mosaic_support
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,12 @@ class Row:
 
     @property
     def flops(self) -> float:
+        """Of the forward pass; forward and backward together count 3.5 times that."""
         return 4 * self.batch * self.heads * self.length**2 * self.dim / (2 if self.causal else 1)
+
+    @property
+    def upper(self) -> int | None:
+        return 0 if self.causal else None
 
     def __str__(self) -> str:
         kv = "" if self.kv_heads == self.heads else f" ({self.kv_heads})"
@@ -62,6 +68,7 @@ ROWS = [
 
 
 def inputs(row: Row, seed: int) -> tuple[jax.Array, ...]:
+    """Returns fresh random q, k, v and the gradient of the output."""
     keys = jax.random.split(jax.random.key(seed), 4)
     shape = (row.batch, row.length, row.heads, row.dim)
     kv_shape = (row.batch, row.length, row.kv_heads, row.dim)
@@ -69,41 +76,44 @@ def inputs(row: Row, seed: int) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, shape, jnp.dtype(row.dtype)) for key, shape in zip(keys, shapes, strict=True))
 
 
-@functools.partial(jax.jit, static_argnames="causal")
-def reference(q, k, v, *, causal):
-    """Attention of one batch entry in float32, a slice of queries at a time."""
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    length, chunk = q.shape[0], min(q.shape[0], 1024)
-
-    @jax.checkpoint
-    def part(start):
-        rows = jax.lax.dynamic_slice_in_dim(q, start, chunk)
-        s = jnp.einsum("qhd,khd->hqk", rows, k, precision="highest") * q.shape[-1] ** -0.5
-        if causal:
-            seen = jnp.arange(length)[None] <= start + jnp.arange(chunk)[:, None]
-            s = jnp.where(seen, s, -jnp.inf)
-        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(s, axis=-1), v, precision="highest")
-
-    return jax.lax.map(part, jnp.arange(0, length, chunk)).reshape(q.shape)
-
-
 def cudnn(row: Row, q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=row.causal, implementation="cudnn")
+    return (jax.nn.dot_product_attention(q, k, v, is_causal=row.causal, implementation="cudnn"),)
 
 
 def cudnn_gradients(row: Row, q, k, v, dout):
-    out, pull = jax.vjp(functools.partial(cudnn, row), q, k, v)
-    return out, *pull(dout)
+    (out,), pull = jax.vjp(functools.partial(cudnn, row), q, k, v)
+    return out, *pull((dout,))
 
 
 def ours(row: Row, cfg, q, k, v):
-    return mosaic.flash_attention_forward(q, k, v, upper=0 if row.causal else None, cfg=cfg)[0]
+    return mosaic.flash_attention_forward(q, k, v, upper=row.upper, cfg=cfg)[:1]
 
 
 def our_gradients(row: Row, cfg, bwd_cfg, q, k, v, dout):
-    upper = 0 if row.causal else None
-    out, lse = mosaic.flash_attention_forward(q, k, v, upper=upper, cfg=cfg)
-    return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, upper=upper, cfg=bwd_cfg)
+    out, lse = mosaic.flash_attention_forward(q, k, v, upper=row.upper, cfg=cfg)
+    return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, upper=row.upper, cfg=bwd_cfg)
+
+
+@functools.partial(jax.jit, static_argnames="causal")
+def reference(q, k, v, dout, *, causal):
+    """Output and gradients in float32 of queries `[T, H, D]` that share one key head, a slice of queries at a time."""
+    q, k, v, dout = (x.astype(jnp.float32) for x in (q, k, v, dout))
+    length, chunk = q.shape[0], min(q.shape[0], 1024)
+
+    @jax.checkpoint
+    def part(rows, start, k, v):
+        s = jnp.einsum("qhd,kd->hqk", rows, k[:, 0], precision="highest") * q.shape[-1] ** -0.5
+        if causal:
+            s = jnp.where(jnp.arange(length)[None] <= start + jnp.arange(chunk)[:, None], s, -jnp.inf)
+        return jnp.einsum("hqk,kd->qhd", jax.nn.softmax(s, axis=-1), v[:, 0], precision="highest")
+
+    def attention(q, k, v):
+        chunks = q.reshape(-1, chunk, *q.shape[1:])
+        starts = jnp.arange(0, length, chunk)
+        return jax.lax.map(lambda x: part(x[0], x[1], k, v), (chunks, starts)).reshape(q.shape)
+
+    out, pull = jax.vjp(attention, q, k, v)
+    return out, *pull(dout)
 
 
 def relative_error(out, ref) -> float:
@@ -112,13 +122,13 @@ def relative_error(out, ref) -> float:
 
 
 def device_ms(call, args) -> float:
-    """Runs `call` once and returns the time its kernels took."""
+    """Runs `call` twice and returns the time the kernels of the second run took."""
     from jax.experimental.mosaic.gpu import profiler
 
     return profiler.Cupti(finalize=False).measure(call)(*args)[1]
 
 
-def race(calls: dict[str, object], args, rounds: int) -> dict[str, list[float]]:
+def race(calls: dict[str, Any], args, rounds: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name in random.sample(list(calls), len(calls)):
@@ -126,80 +136,112 @@ def race(calls: dict[str, object], args, rounds: int) -> dict[str, list[float]]:
     return samples
 
 
-def forward_candidates(row: Row, sweep: bool) -> dict[str, cfgs.MosaicFwdConfig]:
-    if not sweep:
-        return {"ours": cfgs.default_forward(row.dim)}
-    return {str(i): cfg for i, cfg in enumerate(cfgs.forward_space(row.dim))}
+def forward_candidates(row: Row, sweep: bool) -> dict[str, Callable]:
+    first = configs.default_forward(row.dim, full=not row.causal)
+    if sweep:
+        picked = {describe(cfg): cfg for cfg in configs.forward_space(row.dim)}
+    else:
+        picked = {"ours": first, "ours, other turns": dataclasses.replace(first, ping_pong=not first.ping_pong)}
+        if row.dim == 128:
+            picked["ours, 8 heads, no turns"] = dataclasses.replace(first, ping_pong=False, head_group=8)
+    return {"cuDNN": functools.partial(cudnn, row)} | {
+        name: functools.partial(ours, row, cfg) for name, cfg in picked.items()
+    }
 
 
-def bench_forward(row: Row, options, seed: int) -> list[str]:
-    q, k, v, _ = inputs(row, seed)
-    group = row.heads // row.kv_heads
-    kv_pick = [0, row.kv_heads - 1]
-    q_pick = [kv * group + min(1, group - 1) for kv in kv_pick]
-    last = row.batch - 1
-    ref = reference(q[last][:, np.array(q_pick)], k[last][:, np.array(kv_pick)], v[last][:, np.array(kv_pick)],
-                    causal=row.causal)
-    calls, errors = {}, {}
-    candidates = {"cuDNN": None} | forward_candidates(row, options.sweep)
-    for name, cfg in candidates.items():
-        fn = functools.partial(cudnn, row) if cfg is None else functools.partial(ours, row, cfg)
-        try:
-            began = time.time()
-            call = jax.jit(fn).lower(q, k, v).compile()
-            out = call(q, k, v)
-            errors[name] = relative_error(out[last][:, np.array(q_pick)], ref)
-            calls[name] = call
-            print(f"  {name}: error {errors[name]:.2e}, compiled and run in {time.time() - began:.1f} s", flush=True)
-        except Exception as error:  # noqa: BLE001 - a candidate that fails is a result
-            print(f"  {name} {cfg}: FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
-            if options.verbose:
-                traceback.print_exc()
-    samples = race(calls, (q, k, v), options.rounds)
-    lines = []
-    base = statistics.median(samples["cuDNN"])
-    for name in sorted(samples, key=lambda n: statistics.median(samples[n])):
-        ms = statistics.median(samples[name])
-        spread = 100 * (np.quantile(samples[name], 0.75) - np.quantile(samples[name], 0.25)) / ms
-        cfg = candidates[name]
-        lines.append(
-            f"| {row} | {name} | {row.flops / ms / 1e9:.0f} | {base / ms:.3f} | {ms:.4f} | {spread:.1f} % | "
-            f"{errors[name]:.2e} | {describe(cfg)} |"
-        )
-        print(lines[-1], flush=True)
-    return lines
+def gradient_candidates(row: Row, sweep: bool) -> dict[str, Callable]:
+    calls: dict[str, Callable] = {"cuDNN": functools.partial(cudnn_gradients, row)}
+    if mosaic_support.unsupported_backward(row.dim) is not None:
+        return calls
+    forward, first = configs.default_forward(row.dim, full=not row.causal), configs.default_backward(row.dim)
+    picked = {"ours": first, "ours, grid": dataclasses.replace(first, schedule="grid")}
+    if sweep:
+        picked = {describe(cfg): cfg for cfg in configs.backward_space(row.dim)}
+    return calls | {name: functools.partial(our_gradients, row, forward, cfg) for name, cfg in picked.items()}
 
 
 def describe(cfg) -> str:
-    if cfg is None:
-        return ""
-    return ", ".join(f"{f.name}={getattr(cfg, f.name)}" for f in dataclasses.fields(cfg))
+    return " ".join(f"{f.name}={getattr(cfg, f.name)}" for f in dataclasses.fields(cfg))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A row's compiled and checked candidates, ready to be timed."""
+
+    row: Row
+    title: str
+    factor: float
+    args: tuple[jax.Array, ...]
+    calls: dict[str, Any]
+    errors: dict[str, str]
+
+
+def prepare(pool, row: Row, gradients: bool, sweep: bool, seed: int) -> Prepared:
+    args = inputs(row, seed)
+    group, last = row.heads // row.kv_heads, row.batch - 1
+    q, k, v, dout = args
+    wants = reference(q[last, :, :group], k[last, :, :1], v[last, :, :1], dout[last, :, :group], causal=row.causal)
+    args = args if gradients else args[:3]
+    candidates = (gradient_candidates if gradients else forward_candidates)(row, sweep)
+
+    def build(name: str):
+        call = jax.jit(candidates[name]).lower(*args).compile()
+        got = [x[last, :, :n] for x, n in zip(call(*args), (group, group, 1, 1), strict=False)]
+        return call, " ".join(f"{relative_error(a, b):.2e}" for a, b in zip(got, wants, strict=False))
+
+    calls, errors = {}, {}
+    for name, job in {name: pool.submit(build, name) for name in candidates}.items():
+        try:
+            calls[name], errors[name] = job.result()
+        except Exception as error:  # noqa: BLE001 - a candidate that fails is a result
+            print(f"{row}: {name} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return Prepared(row, "forward + backward" if gradients else "forward", 3.5 if gradients else 1, args, calls, errors)
+
+
+def report(prepared: Prepared, rounds: int) -> list[str]:
+    samples = race(prepared.calls, prepared.args, rounds)
+    base = statistics.median(samples["cuDNN"])
+    lines = []
+    for name, times in samples.items():
+        ms = statistics.median(times)
+        spread = 100 * (np.quantile(times, 0.75) - np.quantile(times, 0.25)) / ms
+        rate = prepared.factor * prepared.row.flops / ms / 1e9
+        lines.append(
+            f"| {prepared.row} | {prepared.title} | {name} | {rate:.0f} | {base / ms:.3f} | {ms:.4f} | {spread:.1f} % "
+            f"| {prepared.errors[name]} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="all", help="comma-separated indices of the table's rows")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--sweep", action="store_true", help="time the whole config space, not the default alone")
-    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     picked = range(len(ROWS)) if options.rows == "all" else [int(i) for i in options.rows.split(",")]
     seed = time.time_ns() % 2**31
     random.seed(seed)
     lines = [
-        f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, seed {seed}, {options.rounds} rounds",
+        f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, {options.rounds} rounds, seed {seed}",
         "",
-        "| batch, length, heads (kv), dim, mask | what | TFLOP/s | of cuDNN | ms | quartile spread | error | config |",
+        "| batch, length, heads (kv), dim, mask | pass | what | TFLOP/s | of cuDNN | ms | quartiles | out dq dk dv |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for i in picked:
-        print(f"row {i}: {ROWS[i]}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            lines += bench_forward(ROWS[i], options, seed + i)
+    with concurrent.futures.ThreadPoolExecutor(12) as pool, concurrent.futures.ThreadPoolExecutor(7) as rows:
+        jobs = [
+            rows.submit(prepare, pool, ROWS[i], gradients, options.sweep, seed + i)
+            for gradients in (False, True)
+            for i in picked
+        ]
+        ready = [job.result() for job in jobs]
+    print(f"{len(ready)} tables prepared", flush=True)
+    for prepared in ready:
+        lines += report(prepared, options.rounds)
         if options.out:
             options.out.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

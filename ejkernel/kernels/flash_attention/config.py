@@ -41,7 +41,6 @@ class MosaicFwdConfig:
     head_group: int = 0
     ping_pong: bool = True
     share_qo: bool = False
-    wait_early: bool = True
 
     @property
     def block_q(self) -> int:
@@ -83,22 +82,27 @@ class MosaicFwdConfig:
 
 def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
     """Yields the forward configs that fit the chip at `head_dim`."""
-    axes = itertools.product((2, 3), (64, 128, 192, 256), (2, 3, 4), (False, True), _SCHEDULES)
-    for consumers, block_kv, stages, share_qo, schedule in axes:
+    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False), _SCHEDULES)
+    for consumers, block_kv, stages, share_qo, ping_pong, schedule in axes:
         cfg = MosaicFwdConfig(
-            consumers=consumers, block_kv=block_kv, stages=stages, share_qo=share_qo, schedule=schedule
+            consumers=consumers,
+            block_kv=block_kv,
+            stages=stages,
+            share_qo=share_qo,
+            ping_pong=ping_pong,
+            schedule=schedule,
         )
         if cfg.unfit(head_dim) is None:
             yield cfg
 
 
-def default_forward(head_dim: int) -> MosaicFwdConfig:
-    """Returns the config to use untuned."""
+def default_forward(head_dim: int, *, full: bool = False) -> MosaicFwdConfig:
+    """Returns the config to use untuned; `full` says that every query sees every key."""
     if head_dim <= 64:
-        return MosaicFwdConfig(consumers=3, block_kv=128, stages=2)
+        return MosaicFwdConfig(consumers=3, block_kv=128, stages=3)
     if head_dim <= 128:
-        return MosaicFwdConfig(consumers=2, block_kv=128, stages=2)
-    return MosaicFwdConfig(consumers=2, block_kv=64, stages=2, share_qo=True)
+        return MosaicFwdConfig(consumers=2, block_kv=128, stages=2, ping_pong=not full)
+    return MosaicFwdConfig(consumers=2, block_kv=64, stages=2, share_qo=True, ping_pong=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,16 +136,15 @@ class MosaicBwdConfig:
         return {1: 24, 2: 24, 3: 32}[self.consumers]
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one block: K and V, the rings of Q and dO, two dS tiles, float32 dQ, the row vectors."""
+        """Shared memory of one block: K and V, the rings of Q and dO, two dS tiles, the row vectors."""
         keys = 2 * self.block_kv * head_dim * 2
         rings = 2 * self.stages * self.block_q * head_dim * 2
         scores = 2 * self.block_kv * self.block_q * 2
-        return keys + rings + scores + self.block_q * head_dim * 4 + 2 * self.stages * self.block_q * 4 + _BARRIER_BYTES
+        return keys + rings + scores + 2 * self.stages * self.block_q * 4 + _BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
-        """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient, dQ, and the rest."""
-        dq = self.block_q * head_dim // (self.consumers * WARPGROUP)
-        return head_dim + self.block_q // 2 + max(self.block_q // 2, dq) + self.block_q // 4 + 24
+        """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient, and the rest."""
+        return head_dim + self.block_q + 24
 
     def unfit(self, head_dim: int) -> str | None:
         """Says why this config cannot run at `head_dim`, or `None` if it can."""

@@ -20,11 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, load_vector
 
 _LOG2E = math.log2(math.e)
 _SMS = 132
-_L2_BUDGET_BYTES = 24 << 20  # About half of the L2 cache; the rest is in use by Q and O.
+_L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
+_MIN_HEAD_GROUP = 4  # So many heads are needed to keep all SMs on few of them.
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLS = plgpu.Layout.WGMMA.reduce(0)
@@ -39,52 +40,70 @@ def flash_attention_forward(
     lower: int | None = None,
     upper: int | None = None,
     soft_cap: float | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
     cfg: MosaicFwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns attention output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`, in units of log2.
 
-    `lower` and `upper` bound `key - query`; `upper=0` is causal. A row that sees no key gives zeros and a
+    `lower` and `upper` bound `key - query`; `upper=0` is causal. With segment ids (`[B, T]`, `[B, S]`) a query sees the
+    keys of its own segment only. A row that sees no key gives zeros and a
     log-sum-exp of +inf, so that its weights vanish in the backward pass.
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
-    cfg = cfg or default_forward(head_dim)
-    scale = head_dim**-0.5 if scale is None else scale
+    cfg = cfg or default_forward(head_dim, full=lower is None and upper is None)
+    factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     table = tile_table(
         heads=batch * heads,
         steps=band.steps(cfg.block_q, cfg.block_kv),
         blocks=_SMS,
-        head_group=cfg.head_group or _head_group(k, heads // kv_heads),
+        head_group=cfg.head_group or _head_group(k, heads // kv_heads, band),
         persistent=cfg.schedule == "persistent",
     )
     body = functools.partial(
-        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, group=heads // kv_heads, mma=MatrixUnit(bool(interpret))
+        _kernel,
+        cfg=cfg,
+        band=band,
+        scale=factor,
+        soft_cap=soft_cap,
+        group=heads // kv_heads,
+        mma=MatrixUnit(bool(interpret)),
     )
+    segments = ()
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        segments = (
+            padded(q_segment_ids.astype(jnp.int32), cfg.block_q, -1),
+            padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv, -2),
+        )
+    # Rows of log-sum-exp are copied without a check of bounds: there must be whole blocks of them.
+    lse_shape = (batch, heads, q_len + -q_len % cfg.block_q)
     q_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
     kv_tile = (cfg.stages, cfg.block_kv, head_dim)
-    return plgpu.kernel(
+    scratch: dict[str, Any] = {
+        "q_smem": plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
+        "o_smem": None if cfg.share_qo else plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
+        "k_smem": plgpu.SMEM(kv_tile, k.dtype, transforms=_SWIZZLED),
+        "v_smem": plgpu.SMEM(kv_tile, v.dtype, transforms=_SWIZZLED),
+        "lse_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
+        "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
+        "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
+        "k_full": plgpu.Barrier(num_barriers=cfg.stages),
+        "v_full": plgpu.Barrier(num_barriers=cfg.stages),
+        "k_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+        "v_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+        "turn": plgpu.Barrier(num_barriers=cfg.consumers),
+    }
+    out, lse = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)),
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
         grid=(table.shape[0],),
         grid_names=("block",),
         num_threads=cfg.consumers + 1,
         thread_name="warpgroup",
-        scratch_types=dict(
-            q_smem=plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
-            o_smem=None if cfg.share_qo else plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
-            k_smem=plgpu.SMEM(kv_tile, k.dtype, transforms=_SWIZZLED),
-            v_smem=plgpu.SMEM(kv_tile, v.dtype, transforms=_SWIZZLED),
-            lse_smem=plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_barriers=cfg.consumers),
-            q_free=plgpu.Barrier(num_barriers=cfg.consumers),
-            k_full=plgpu.Barrier(num_barriers=cfg.stages),
-            v_full=plgpu.Barrier(num_barriers=cfg.stages),
-            k_free=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
-            v_free=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
-            turn=plgpu.Barrier(num_barriers=cfg.consumers),
-        ),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
@@ -92,14 +111,23 @@ def flash_attention_forward(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-    )(q, k, v, jnp.asarray(table))
+    )(q, k, v, jnp.asarray(table), *segments)
+    return out, lse[:, :, :q_len]
 
 
-def _head_group(k: jax.Array, group: int) -> int:
-    """Returns how many query heads read about `_L2_BUDGET_BYTES` of K and V."""
+def padded(rows: jax.Array, block: int, value: float) -> jax.Array:
+    """Lengthens the last axis to whole blocks: vectors along it are read without a check of bounds."""
+    missing = -rows.shape[-1] % block
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, missing),), constant_values=value) if missing else rows
+
+
+def _head_group(k: jax.Array, group: int, band: Band) -> int:
+    """Returns how many query heads read about `_L2_BUDGET_BYTES` of K and V; fewer where all tiles are equally long."""
+    if band.lower is None and band.upper is None:
+        return _MIN_HEAD_GROUP
     _, kv_len, _, head_dim = k.shape
-    kv_heads = max(_L2_BUDGET_BYTES // (2 * kv_len * head_dim * k.dtype.itemsize), 1)
-    return kv_heads * group
+    kv_heads = _L2_BUDGET_BYTES // (2 * kv_len * head_dim * k.dtype.itemsize)
+    return max(kv_heads * group, _MIN_HEAD_GROUP)
 
 
 def _kernel(
@@ -107,9 +135,7 @@ def _kernel(
     k_ref,
     v_ref,
     table_ref,
-    o_ref,
-    lse_ref,
-    *,
+    *refs: Any,
     cfg: MosaicFwdConfig,
     band: Band,
     scale: float,
@@ -129,6 +155,7 @@ def _kernel(
     v_free,
     turn,
 ):
+    *segment_refs, o_ref, lse_ref = refs
     block = lax.axis_index("block")
     wg = lax.axis_index("warpgroup")
     tiles = table_ref[block, 0]
@@ -209,7 +236,7 @@ def _kernel(
         def capped(s):
             return s if soft_cap is None else soft_cap * jnp.tanh(s * (scale / soft_cap))
 
-        def masked(s, row, col):
+        def masked(s, batch, row, col):
             cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
             # Where row 0 of the strip sits, in columns of this block; the bounds are vectors, two registers a thread.
             rows = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_ROWS) + (row - col)
@@ -223,13 +250,18 @@ def _kernel(
                 s = jnp.where(cols >= bound(band.lower), s, -jnp.inf)
             if band.kv_len % block_kv:
                 s = jnp.where(cols < band.kv_len - col, s, -jnp.inf)
+            if segment_refs:
+                q_ids = load_vector(segment_refs[0].at[batch, pl.ds(row, WGMMA_ROWS)], layout=_ROWS, optimized=False)
+                kv_ids = load_vector(segment_refs[1].at[batch, pl.ds(col, block_kv)], layout=_COLS, optimized=False)
+                same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(kv_ids, s.shape, [1])
+                s = jnp.where(same, s, -jnp.inf)
             return s
 
-        def softmax(s, m, l, row, col, mask: bool):
+        def softmax(s, m, l, batch, row, col, mask: bool):
             """Returns weights, the new maximum, the new partial sums, and what the old output is to be scaled by."""
             s = capped(s)
             if mask:
-                s = masked(s, row, col)
+                s = masked(s, batch, row, col)
             m_new = jnp.maximum(m, s.max(axis=1))
             # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
             shift = (jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new) * exponent_scale
@@ -258,15 +290,13 @@ def _kernel(
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.barrier_arrive(free.at[slot])
 
-            needs_mask = band.lower is not None or band.upper is not None or band.kv_len % block_kv != 0
-            uneven = cfg.consumers > 1 and (band.lower is not None or band.upper is not None)
+            banded = band.lower is not None or band.upper is not None
+            needs_mask = banded or band.kv_len % block_kv != 0 or bool(segment_refs)
+            uneven = banded and cfg.consumers > 1
             if uneven:
                 lax.fori_loop(0, skip, drain, None)
 
             stop = end - own_start
-
-            def await_keys(s):
-                pl.when(s < stop)(lambda: plgpu.barrier_wait(k_full.at[slot_of(step + s)]))
 
             plgpu.barrier_wait(q_full.at[wg])
             first_slot = slot_of(step + skip)
@@ -280,20 +310,17 @@ def _kernel(
 
             s = mma.scoped(first, (WGMMA_ROWS, block_kv))
             plgpu.barrier_arrive(k_free.at[first_slot])
-            m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), _ROWS)
-            l = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
-            o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-            p, m, l, _ = softmax(s, m, l, row, (own_end - 1) * block_kv, needs_mask)
+            m = layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), _ROWS)
+            l = layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+            o = layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+            p, m, l, _ = softmax(s, m, l, batch, row, (own_end - 1) * block_kv, needs_mask)
             p = p.astype(v_ref.dtype)
-            if cfg.wait_early:
-                await_keys(skip + 1)
             take_turn()
 
             def advance(s, carry, mask: bool):
                 o, m, l, p = carry
                 slot, last_slot = slot_of(step + s), slot_of(step + s - 1)
-                if not cfg.wait_early:
-                    plgpu.barrier_wait(k_full.at[slot])
+                plgpu.barrier_wait(k_full.at[slot])
 
                 def products(s_acc, o_acc):
                     mma.start_from(o_acc, o)
@@ -303,12 +330,10 @@ def _kernel(
                     pass_turn()
                     scores = mma.result(s_acc, in_flight=1)
                     plgpu.barrier_arrive(k_free.at[slot])
-                    p_new, m_new, l_new, alpha = softmax(scores, m, l, row, (end - 1 - s) * block_kv, mask)
+                    p_new, m_new, l_new, alpha = softmax(scores, m, l, batch, row, (end - 1 - s) * block_kv, mask)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
-                    # Waiting for the next products' turn and keys here also keeps ptxas from moving the wait for the
-                    # output product up into the softmax: it does not move it over a branch.
-                    if cfg.wait_early:
-                        await_keys(s + 1)
+                    # Waiting for the turn here, and not just before the next products, also keeps ptxas from moving the
+                    # wait for the output product up into the softmax: it does not move it over a branch.
                     take_turn()
                     o_new = mma.result(o_acc)
                     plgpu.barrier_arrive(v_free.at[last_slot])
@@ -332,7 +357,7 @@ def _kernel(
                     jnp.maximum(row + (WGMMA_ROWS - 1 + band.lower), 0) + (block_kv - 1), jnp.int32(block_kv)
                 )
                 clear = jnp.clip(end - clear_start, done, stop)
-            carry = lax.fori_loop(done, clear, functools.partial(advance, mask=False), carry)
+            carry = lax.fori_loop(done, clear, functools.partial(advance, mask=bool(segment_refs)), carry)
             if band.lower is not None:
                 carry = lax.fori_loop(clear, stop, masked_step, carry)
             o, m, l, p = carry

@@ -20,15 +20,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig, default_backward
+from ejkernel.kernels.flash_attention.mosaic import padded
+from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, load_vector
 
 _LOG2E = math.log2(math.e)
 _SMS = 132
-_L2_BUDGET_BYTES = 24 << 20
+_L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads in work.
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLS = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -44,6 +46,8 @@ def flash_attention_backward(
     lower: int | None = None,
     upper: int | None = None,
     soft_cap: float | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
     cfg: MosaicBwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -52,22 +56,59 @@ def flash_attention_backward(
     _, kv_len, kv_heads, _ = k.shape
     group = heads // kv_heads
     cfg = cfg or default_backward(head_dim)
-    scale = head_dim**-0.5 if scale is None else scale
+    factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    # Queries past the end get a log-sum-exp of +inf, so that their weights are zero.
+    lse, delta = padded(lse, cfg.block_q, math.inf), padded(delta, cfg.block_q, 0.0)
     table = tile_table(
         heads=batch * kv_heads,
         steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv)),
         blocks=_SMS,
-        head_group=cfg.head_group or max(_L2_BUDGET_BYTES // (2 * group * q_len * head_dim * q.dtype.itemsize), 1),
+        head_group=cfg.head_group
+        or max(_L2_BUDGET_BYTES // (group * q_len * head_dim * (2 * q.dtype.itemsize + 4)), 1),
         persistent=cfg.schedule == "persistent",
     )
+    # dQ is shared out among the warpgroups by query rows where there are enough of them, else by columns.
+    dq_cols = head_dim if cfg.block_q == cfg.block_kv else head_dim // cfg.consumers
+    total = QueryGradient(batch, q_len, heads, head_dim, dq_cols, cfg.block_q, bool(interpret))
+    dq_ref = jax.new_ref(total.zeros())
     body = functools.partial(
-        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, group=group, mma=MatrixUnit(bool(interpret))
+        _kernel,
+        cfg=cfg,
+        band=band,
+        scale=factor,
+        soft_cap=soft_cap,
+        group=group,
+        mma=MatrixUnit(bool(interpret)),
+        total=total,
     )
+    segments = ()
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        segments = (
+            padded(q_segment_ids.astype(jnp.int32), cfg.block_q, -1),
+            padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv, -2),
+        )
     kv_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
     q_tile = (cfg.stages, cfg.block_q, head_dim)
-    dq_ref = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+    scratch: dict[str, Any] = {
+        "k_smem": plgpu.SMEM(kv_tile, k.dtype, transforms=_SWIZZLED),
+        "v_smem": plgpu.SMEM(kv_tile, v.dtype, transforms=_SWIZZLED),
+        "q_smem": plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
+        "do_smem": plgpu.SMEM(q_tile, dout.dtype, transforms=_SWIZZLED),
+        "ds_smem": plgpu.SMEM((2, cfg.consumers, WGMMA_ROWS, cfg.block_q), q.dtype, transforms=_SWIZZLED),
+        "lse_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
+        "delta_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
+        "k_full": plgpu.Barrier(num_barriers=cfg.consumers),
+        "v_full": plgpu.Barrier(num_barriers=cfg.consumers),
+        "kv_free": plgpu.Barrier(num_arrivals=cfg.consumers),
+        "q_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
+        "do_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
+        "q_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+        "do_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+        "ds_full": plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
+        "tile_done": plgpu.Barrier(num_arrivals=cfg.consumers),
+    }
     dk, dv = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
@@ -75,29 +116,7 @@ def flash_attention_backward(
         grid_names=("block",),
         num_threads=cfg.consumers + 1,
         thread_name="warpgroup",
-        scratch_types=dict(
-            k_smem=plgpu.SMEM(kv_tile, k.dtype, transforms=_SWIZZLED),
-            v_smem=plgpu.SMEM(kv_tile, v.dtype, transforms=_SWIZZLED),
-            q_smem=plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
-            do_smem=plgpu.SMEM(q_tile, dout.dtype, transforms=_SWIZZLED),
-            ds_smem=plgpu.SMEM((2, cfg.consumers, WGMMA_ROWS, cfg.block_q), q.dtype, transforms=_SWIZZLED),
-            dq_smem=plgpu.SMEM(
-                (cfg.consumers, WGMMA_ROWS, cfg.block_q * head_dim // (cfg.consumers * WGMMA_ROWS)),
-                jnp.float32,
-                transforms=_SWIZZLED_F32,
-            ),
-            lse_smem=plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
-            delta_smem=plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
-            k_full=plgpu.Barrier(num_barriers=cfg.consumers),
-            v_full=plgpu.Barrier(num_barriers=cfg.consumers),
-            kv_free=plgpu.Barrier(num_arrivals=cfg.consumers),
-            q_full=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
-            do_full=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
-            q_free=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
-            do_free=plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
-            ds_full=plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
-            tile_done=plgpu.Barrier(num_arrivals=cfg.consumers),
-        ),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
@@ -105,8 +124,8 @@ def flash_attention_backward(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-    )(q, k, v, dout, lse, delta, jnp.asarray(table), dq_ref)
-    return (dq_ref[...] * scale).astype(q.dtype), dk, dv
+    )(q, k, v, dout, lse, delta, jnp.asarray(table), dq_ref, *segments)
+    return total.finish(dq_ref[...], factor, q.dtype), dk, dv
 
 
 def _kernel(
@@ -118,21 +137,19 @@ def _kernel(
     delta_ref,
     table_ref,
     dq_ref,
-    dk_ref,
-    dv_ref,
-    *,
+    *refs: Any,
     cfg: MosaicBwdConfig,
     band: Band,
     scale: float,
     soft_cap: float | None,
     group: int,
     mma: MatrixUnit,
+    total: QueryGradient,
     k_smem,
     v_smem,
     q_smem,
     do_smem,
     ds_smem,
-    dq_smem,
     lse_smem,
     delta_smem,
     k_full,
@@ -145,6 +162,7 @@ def _kernel(
     ds_full,
     tile_done,
 ):
+    *segment_refs, dk_ref, dv_ref = refs
     block = lax.axis_index("block")
     wg = lax.axis_index("warpgroup")
     tiles = table_ref[block, 0]
@@ -163,9 +181,13 @@ def _kernel(
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
 
-    def place(s, kv_head, start, count):
+    def place(s, col, kv_head, start, count):
         """Returns query head and first query row of step `s` of a tile."""
-        return kv_head * group + lax.div(s, count), (start + lax.rem(s, count)) * block_q
+        i = lax.rem(s, count)
+        if band.lower is None and band.upper is None:
+            # Tiles of one head run side by side; each starts at another row, so that they add to different parts of dQ.
+            i = lax.rem(i + lax.div(col, jnp.int32(block_q)), count)
+        return kv_head * group + lax.div(s, count), (start + i) * block_q
 
     @pl.when(wg == consumers)
     def _produce():
@@ -181,7 +203,7 @@ def _kernel(
 
             def load(s, _):
                 slot = slot_of(step + s)
-                head, row = place(s, kv_head, start, count)
+                head, row = place(s, col, kv_head, start, count)
                 rows = pl.ds(row, block_q)
                 plgpu.barrier_wait(q_free.at[slot])
                 plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[slot], q_full.at[slot])
@@ -209,14 +231,12 @@ def _kernel(
             plgpu.barrier_arrive(do_free.at[s])
         exponent_scale = _LOG2E if soft_cap is not None else scale * _LOG2E
         scores_shape, wide = (WGMMA_ROWS, block_q), (WGMMA_ROWS, head_dim)
-        # dQ is shared out by query rows where there are enough of them, else by columns.
-        dq_by_rows = block_q == consumers * WGMMA_ROWS
-        dq_cols = head_dim if dq_by_rows else head_dim // consumers
+        dq_by_rows, dq_cols = total.cols == head_dim, total.cols
 
-        def unseen(s, col, row):
+        def unseen(s, batch, col, row):
             """Masks keys (rows of `s`) that queries (columns) may not see."""
             queries = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            keys = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)) + (col - row)
+            keys = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_ROWS) + (col - row)
 
             def bound(offset):
                 return lax.broadcast_in_dim(keys - offset, s.shape, [0])
@@ -225,6 +245,11 @@ def _kernel(
                 s = jnp.where(queries >= bound(band.upper), s, -jnp.inf)
             if band.lower is not None:
                 s = jnp.where(queries <= bound(band.lower), s, -jnp.inf)
+            if segment_refs:
+                q_ids = load_vector(segment_refs[0].at[batch, pl.ds(row, block_q)], layout=_COLS, optimized=False)
+                kv_ids = load_vector(segment_refs[1].at[batch, pl.ds(col, WGMMA_ROWS)], layout=_ROWS, optimized=False)
+                same = lax.broadcast_in_dim(kv_ids, s.shape, [0]) == along_queries(q_ids)
+                s = jnp.where(same, s, -jnp.inf)
             return s
 
         def needs_mask(col, row):
@@ -243,14 +268,6 @@ def _kernel(
             own_col = col + wg * WGMMA_ROWS
             steps = group * count
             plgpu.barrier_wait(k_full.at[wg])
-            first_slot = slot_of(step)
-            plgpu.barrier_wait(q_full.at[first_slot])
-
-            def first(s_acc):
-                mma.multiply(s_acc, k_tile, q_smem.at[first_slot], b_t=True)
-                return mma.result(s_acc)
-
-            s = mma.scoped(first, scores_shape)
             plgpu.barrier_wait(v_full.at[wg])
             # Every warpgroup reads all keys for dQ: it waits for the others' too.
             for c in range(consumers):
@@ -258,35 +275,38 @@ def _kernel(
                 pl.when(wg != c)(lambda c=c: plgpu.barrier_wait(v_full.at[c]))
 
             def advance(n, carry):
-                s, dk, dv = carry
+                dk, dv = carry
                 slot = slot_of(step + n)
-                # The last step computes scores nobody uses: cheaper than a second body without them.
-                next_slot = slot_of(step + jnp.minimum(n + 1, steps - 1))
                 buffer = lax.rem(step + n, jnp.int32(2))
-                head, row = place(n, kv_head, start, count)
+                head, row = place(n, col, kv_head, start, count)
                 q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
-                plgpu.barrier_wait(do_full.at[slot])
+                plgpu.barrier_wait(q_full.at[slot])
 
                 # Accumulators are opened as late as possible: each holds its registers from there on.
-                def weights(dp_acc):
+                def weights(s_acc, dp_acc):
                     """Returns the weights and the gradient of the scores."""
+                    mma.multiply(s_acc, k_tile, q_tile, b_t=True)
+                    plgpu.barrier_wait(do_full.at[slot])
                     mma.multiply(dp_acc, v_tile, do_tile, b_t=True)
+                    s = mma.result(s_acc, in_flight=1)
                     t = s if soft_cap is None else jnp.tanh(s * (scale / soft_cap))
                     capped = t if soft_cap is None else soft_cap * t
-                    if band.upper is not None or band.lower is not None:
+                    if segment_refs:
+                        capped = unseen(capped, batch, own_col, row)
+                    elif band.upper is not None or band.lower is not None:
                         capped = lax.cond(
-                            needs_mask(own_col, row), lambda x: unseen(x, own_col, row), lambda x: x, capped
+                            needs_mask(own_col, row), lambda x: unseen(x, batch, own_col, row), lambda x: x, capped
                         )
-                    lse = plgpu.load(lse_smem.at[slot], layout=_COLS)
+                    lse = load_vector(lse_smem.at[slot], layout=_COLS)
                     p = jnp.exp2(capped * exponent_scale - along_queries(lse))
                     p = lax.optimization_barrier(p)
                     dp = mma.result(dp_acc)
-                    ds = p * (dp - along_queries(plgpu.load(delta_smem.at[slot], layout=_COLS)))
+                    ds = p * (dp - along_queries(load_vector(delta_smem.at[slot], layout=_COLS)))
                     if soft_cap is not None:
                         ds = ds * (1.0 - t * t)
                     return p.astype(q_ref.dtype), ds.astype(q_ref.dtype)
 
-                p, ds = mma.scoped(weights, scores_shape)
+                p, ds = mma.scoped(weights, scores_shape, scores_shape)
 
                 def gradients(dv_acc, dq_acc):
                     mma.start_from(dv_acc, dv)
@@ -303,29 +323,25 @@ def _kernel(
                             cols = pl.ds(wg * dq_cols, dq_cols)
                             mma.multiply(dq_acc, ds_smem.at[buffer, c], k_smem.at[c, :, cols], a_t=True)
 
-                    def rest(dk_acc, s_acc):
+                    def rest(dk_acc):
                         mma.start_from(dk_acc, dk)
-                        mma.multiply(dk_acc, ds_smem.at[buffer, wg], q_tile)
-                        pl.when(n + 1 < steps)(lambda: plgpu.barrier_wait(q_full.at[next_slot]))
-                        mma.multiply(s_acc, k_tile, q_smem.at[next_slot], b_t=True)
-                        dq = mma.result(dq_acc, in_flight=2)
+                        mma.multiply(dk_acc, ds, q_tile)
+                        dq = mma.result(dq_acc, in_flight=1)
                         plgpu.barrier_arrive(do_free.at[slot])
-                        if dq_by_rows:
-                            target = dq_ref.at[batch, pl.ds(row + wg * WGMMA_ROWS, WGMMA_ROWS), head]
-                        else:
-                            target = dq_ref.at[batch, pl.ds(row, WGMMA_ROWS), head, pl.ds(wg * dq_cols, dq_cols)]
-                        mma.add_to_memory(dq, dq_smem.at[wg], target)
-                        dk_new = mma.result(dk_acc, in_flight=1)
+                        q_block = lax.div(row, jnp.int32(WGMMA_ROWS))
+                        where = (q_block + wg, 0) if dq_by_rows else (q_block, wg)
+                        total.add(dq_ref.at[batch, head, *where], dq)
+                        dk_new = mma.result(dk_acc, in_flight=0)
                         plgpu.barrier_arrive(q_free.at[slot])
-                        return mma.result(s_acc), dk_new
+                        return dk_new
 
-                    s_new, dk_new = mma.scoped(rest, wide, scores_shape)
-                    return s_new, dk_new, mma.result(dv_acc)
+                    dk_new = mma.scoped(rest, wide)
+                    return dk_new, mma.result(dv_acc)
 
                 return mma.scoped(gradients, wide, (WGMMA_ROWS, dq_cols))
 
-            zeros = plgpu.layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
-            _, dk, dv = lax.fori_loop(0, steps, advance, (s, zeros, zeros))
+            zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
+            dk, dv = lax.fori_loop(0, steps, advance, (zeros, zeros))
             # The gradients leave through the memory of K and V; the others may still be reading K.
             plgpu.barrier_arrive(tile_done)
             v_tile[...] = dv.astype(dv_ref.dtype)

@@ -11,9 +11,7 @@ _TILE_OVERHEAD_STEPS = 1.0  # What starting and finishing a tile costs, in key s
 
 
 @functools.lru_cache(maxsize=256)
-def tile_table(
-    *, heads: int, steps: tuple[int, ...], blocks: int, head_group: int, persistent: bool
-) -> np.ndarray:
+def tile_table(*, heads: int, steps: tuple[int, ...], blocks: int, head_group: int, persistent: bool) -> np.ndarray:
     """Returns an int32 table: row `i` holds the number of tiles of block `i`, then the tiles.
 
     A tile is numbered `head * len(steps) + row`, where `steps[row]` is how many key steps it takes. Tiles are

@@ -16,6 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# What decorates these in JAX hides their signatures from type checkers.
+layout_cast: Any = plgpu.layout_cast
+load_vector: Any = plgpu.load
+inline_mgpu: Any = plgpu.inline_mgpu
+
 
 @dataclasses.dataclass(slots=True)
 class _Emulated:
@@ -34,7 +39,7 @@ class MatrixUnit:
         """Calls `body` with one float32 accumulator of zeros per shape and returns what it returns."""
         if self.interpret:
             return body(*(_Emulated(jnp.zeros(shape, jnp.float32)) for shape in shapes))
-        return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+        return pl.run_scoped(body, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
 
     def start_from(self, acc: Any, value: jax.Array) -> None:
         """Makes `acc` hold `value`; no product on it may be in flight."""
@@ -58,16 +63,3 @@ class MatrixUnit:
         if self.interpret:
             return acc.value
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
-
-    def add_to_memory(self, value: jax.Array, staging: Any, target: Any) -> None:
-        """Adds `value` to `target` in global memory, through shared memory; other blocks may do so at the same time.
-
-        The interpreter has no such reduction: there, one block at a time may run.
-        """
-        if self.interpret:
-            target[...] = target[...] + value
-            return
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging[...] = value
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")

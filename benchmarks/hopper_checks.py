@@ -1,0 +1,178 @@
+"""Checks our Hopper attention kernels on small and awkward shapes: every mask, both dtypes, all head dims.
+
+    python benchmarks/hopper_checks.py
+
+Outputs and gradients are compared with float32 on fresh data; where cuDNN serves the case, with its error too. Ten
+runs are compared bit by bit. Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from ejkernel.kernels.flash_attention import mosaic, mosaic_bwd, mosaic_support
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: str = "bfloat16"
+    lower: int | None = None
+    upper: int | None = None
+    soft_cap: float | None = None
+    segments: bool = False
+
+
+CASES = [
+    *(Case(2, 512, 512, 4, 4, dim, dtype) for dim in (64, 128, 256) for dtype in ("bfloat16", "float16")),
+    *(Case(2, 512, 512, 4, 2, dim, dtype, upper=0) for dim in (64, 128, 256) for dtype in ("bfloat16", "float16")),
+    *(Case(1, 1024, 1024, 4, 1, dim, lower=-300, upper=0) for dim in (64, 128, 256)),
+    *(Case(1, 640, 640, 2, 2, dim, upper=0, soft_cap=20.0) for dim in (64, 128, 256)),
+    *(Case(2, 768, 768, 2, 1, dim, upper=0, segments=True) for dim in (64, 128, 256)),
+    *(Case(2, 712, 712, 2, 2, dim, upper=0) for dim in (64, 128, 256)),
+    *(Case(1, 328, 1000, 2, 1, dim, upper=672) for dim in (64, 128, 256)),
+    *(Case(1, 1000, 328, 2, 1, dim, upper=-100) for dim in (64, 128, 256)),
+    *(Case(1, 504, 504, 2, 1, dim, lower=-33, upper=17, segments=True, soft_cap=30.0) for dim in (64, 128, 256)),
+]
+
+
+def reference(case: Case, ids, q, k, v):
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    group = case.heads // case.kv_heads
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * case.dim**-0.5
+    if case.soft_cap is not None:
+        s = case.soft_cap * jnp.tanh(s / case.soft_cap)
+    distance = jnp.arange(case.kv_len)[None] - jnp.arange(case.q_len)[:, None]
+    seen = jnp.ones((case.q_len, case.kv_len), bool)
+    if case.lower is not None:
+        seen &= distance >= case.lower
+    if case.upper is not None:
+        seen &= distance <= case.upper
+    seen = seen[None, None]
+    if ids is not None:
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
+
+
+def cudnn_serves(case: Case) -> bool:
+    plain = case.lower is None and case.soft_cap is None and not case.segments and case.q_len == case.kv_len
+    return plain and case.upper in (None, 0)
+
+
+@functools.partial(jax.jit, static_argnames="causal")
+def cudnn(q, k, v, dout, *, causal):
+    attention = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+    out, pull = jax.vjp(attention, q, k, v)
+    return out, *pull(dout)
+
+
+def relative(out, ref) -> float:
+    out, ref = (np.asarray(x, np.float64) for x in (out, ref))
+    return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
+
+
+def check(case: Case, seed: int) -> tuple[bool, str]:
+    keys = jax.random.split(jax.random.key(seed), 6)
+    shape, kv_shape = (case.batch, case.q_len, case.heads), (case.batch, case.kv_len, case.kv_heads)
+    q, dout = (jax.random.normal(key, (*shape, case.dim), jnp.dtype(case.dtype)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (*kv_shape, case.dim), jnp.dtype(case.dtype)) for key in keys[2:4])
+    ids = jnp.sort(jax.random.randint(keys[4], (case.batch, case.q_len), 0, 4)) if case.segments else None
+    options = {
+        "lower": case.lower,
+        "upper": case.upper,
+        "soft_cap": case.soft_cap,
+        "q_segment_ids": ids,
+        "kv_segment_ids": ids,
+    }
+
+    def forward(q, k, v):
+        return mosaic.flash_attention_forward(q, k, v, **options)
+
+    def backward(q, k, v, out, lse, dout):
+        return mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, **options)
+
+    @jax.jit
+    def gradients(q, k, v, dout):
+        want, pull = jax.vjp(lambda *x: reference(case, ids, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
+        return want, *pull(dout.astype(jnp.float32))
+
+    wants = gradients(q, k, v, dout)
+    out, lse = jax.jit(forward)(q, k, v)
+    got = [out]
+    if mosaic_support.unsupported_backward(case.dim) is None:
+        got += jax.jit(backward)(q, k, v, out, lse, dout)
+    errors = [relative(a, b) for a, b in zip(got, wants, strict=False)]
+    theirs = []
+    if cudnn_serves(case):
+        base = cudnn(q, k, v, dout, causal=case.upper == 0)
+        theirs = [relative(a, b) for a, b in zip(base, wants, strict=True)]
+    limit = 4e-3 if case.dtype == "bfloat16" else 6e-4
+    good = all(np.isfinite(e) and e < limit for e in errors)
+    good &= all(e <= 1.1 * t for e, t in zip(errors, theirs, strict=False))
+    return good, f"ours {show(errors)}" + (f" cuDNN {show(theirs)}" if theirs else "")
+
+
+def show(errors) -> str:
+    return " ".join(f"{e:.1e}" for e in errors)
+
+
+def repeats(seed: int, runs: int = 10) -> str:
+    """Says which outputs of one call are bitwise equal over `runs` runs."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q, k, v, dout = (jax.random.normal(key, (2, 2048, 8, 128), jnp.bfloat16) for key in keys)
+
+    @jax.jit
+    def call(q, k, v, dout):
+        out, lse = mosaic.flash_attention_forward(q, k, v, upper=0)
+        return out, lse, *mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, upper=0)
+
+    first = call(q, k, v, dout)
+    equal = [True] * len(first)
+    for _ in range(runs - 1):
+        equal = [e and bool((a == b).all()) for e, a, b in zip(equal, first, call(q, k, v, dout), strict=True)]
+    return ", ".join(f"{n} {e}" for n, e in zip(("out", "lse", "dq", "dk", "dv"), equal, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated indices of the cases")
+    parser.add_argument("--out", type=pathlib.Path)
+    options = parser.parse_args()
+    picked = [int(i) for i in options.only.split(",")] if options.only else range(len(CASES))
+    seed, lines, failed = time.time_ns() % 2**31, [], 0
+    for i in picked:
+        try:
+            good, text = check(CASES[i], seed + i)
+        except Exception as error:  # noqa: BLE001 - a case that fails is a result
+            good, text = False, f"{type(error).__name__}: {str(error)[:200]}"
+        failed += not good
+        lines.append(f"{'ok  ' if good else 'FAIL'} {i} {CASES[i]} {text}")
+        print(lines[-1], flush=True)
+    if not options.only:
+        lines.append("bitwise equal over ten runs: " + repeats(seed))
+    lines.append(f"{failed} of {len(picked)} cases failed; relative errors are out, dq, dk, dv; seed {seed}")
+    print("\n".join(lines[-2:]))
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

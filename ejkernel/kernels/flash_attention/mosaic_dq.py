@@ -1,0 +1,150 @@
+"""Where dQ is summed up: float32 in global memory, in the order the matrix units leave it in registers.
+
+Every block of keys adds to the same dQ. Through shared memory (a bulk reduction) that cost a fifth of the backward
+pass, nearly all of it in writing the tile to shared memory and the barriers around it. Vector reductions straight
+from registers need neither; they want 16 bytes a thread side by side, so the buffer keeps the register order, and a
+small second kernel brings dQ into its real layout, scales and rounds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from ejkernel.kernels.flash_attention.config import WARPGROUP, WGMMA_ROWS
+from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
+
+_BYTES = 16  # What a thread reduces at a time: two neighbours of one row, and the two 8 rows below.
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryGradient:
+    """The float32 sum of dQ, in pieces of 64 rows and `cols` columns."""
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    cols: int
+    block_q: int
+    interpret: bool
+
+    def zeros(self) -> jax.Array:
+        # Whole blocks of queries: rows past the end are added too, as zeros.
+        blocks = -(-self.length // self.block_q) * self.block_q // WGMMA_ROWS
+        parts = self.head_dim // self.cols
+        if self.interpret:
+            return jnp.zeros((self.batch, self.heads, blocks, parts, WGMMA_ROWS, self.cols), jnp.float32)
+        return jnp.zeros((self.batch, self.heads, blocks, parts, WGMMA_ROWS * self.cols), jnp.float32)
+
+    def add(self, piece: Any, value: jax.Array) -> None:
+        """Adds `value` to a piece of the sum. In the interpreter one block at a time may run: it has no reductions."""
+        if self.interpret:
+            piece[...] = piece[...] + value
+            return
+
+        @inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+        def reduce(_, ref, array):
+            address = _thread_address(ref)
+            for i, four in enumerate(_fours(array)):
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [address, *four],
+                    f"red.relaxed.gpu.global.add.v4.f32 [$0 + {i * WARPGROUP * _BYTES}], {{$1, $2, $3, $4}};",
+                    "l,f,f,f,f",
+                    has_side_effects=True,
+                    asm_dialect=0,
+                )
+
+        reduce(piece, value)
+
+    def finish(self, total: jax.Array, scale: float, dtype: Any) -> jax.Array:
+        """Returns `[B, T, H, D]` in `dtype`."""
+        if self.interpret:
+            rows = total.swapaxes(3, 4).reshape(self.batch, self.heads, -1, self.head_dim)[:, :, : self.length]
+            return (rows * scale).astype(dtype).swapaxes(1, 2)
+        return plgpu.kernel(
+            functools.partial(_finish, cols=self.cols, scale=scale),
+            out_type=jax.ShapeDtypeStruct((self.batch, self.length, self.heads, self.head_dim), dtype),
+            grid=(-(-self.length // WGMMA_ROWS), self.heads, self.batch),
+            grid_names=("block", "head", "batch"),
+            num_threads=1,
+            thread_name="warpgroup",
+            scratch_types={"smem": plgpu.SMEM((WGMMA_ROWS, self.head_dim), dtype, transforms=_SWIZZLED)},
+            compiler_params=plgpu.CompilerParams(
+                unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            ),
+        )(total)
+
+
+def _finish(total_ref, dq_ref, *, smem, cols: int, scale: float):
+    block, head, batch = lax.axis_index("block"), lax.axis_index("head"), lax.axis_index("batch")
+    for part in range(dq_ref.shape[3] // cols):
+
+        @inline_mgpu(
+            arg_types=(plgpu.RefType(),),
+            return_type=plgpu.ShapeDtypeStruct((WGMMA_ROWS, cols), jnp.float32, layout=plgpu.Layout.WGMMA),
+        )
+        def load(_, ref):
+            address = _thread_address(ref)
+            f32 = ir.F32Type.get()
+            pairs = []
+            for i in range(cols // 8):
+                four: Any = llvm.inline_asm(
+                    llvm.StructType.get_literal([f32] * 4),
+                    [address],
+                    f"ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4 + {i * WARPGROUP * _BYTES}];",
+                    "=f,=f,=f,=f,l",
+                    has_side_effects=True,
+                    asm_dialect=0,
+                )
+                values = [llvm.extractvalue(f32, four, [j]) for j in range(4)]
+                pairs += [_pair(*values[:2]), _pair(*values[2:])]
+            registers = np.array(pairs, dtype=object).reshape(1, cols // 8, 1, 1, 2, 1, 1, 1, 1)
+            return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+        value = load(total_ref.at[batch, head, block, part])
+        smem.at[:, pl.ds(part * cols, cols)][...] = (value * scale).astype(dq_ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, dq_ref.at[batch, pl.ds(block * WGMMA_ROWS, WGMMA_ROWS), head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _constant(type_: Any, value: int) -> Any:
+    return llvm.ConstantOp(type_, ir.IntegerAttr.get(type_, value)).result
+
+
+def _thread_address(ref: Any) -> Any:
+    """Returns where this thread's first 16 bytes of `ref` are."""
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    plain = llvm.IntegerOverflowFlags.none
+    thread: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0)
+    thread = llvm.and_(thread, _constant(i32, WARPGROUP - 1))
+    offset = llvm.zext(i64, llvm.mul(thread, _constant(i32, _BYTES), overflow_flags=plain))
+    return llvm.add(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), offset, overflow_flags=plain)
+
+
+def _pair(a: Any, b: Any) -> Any:
+    i32, vector = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F32Type.get())
+    pair = llvm.mlir_undef(vector)
+    pair = llvm.insertelement(pair, a, _constant(i32, 0))
+    return llvm.insertelement(pair, b, _constant(i32, 1))
+
+
+def _fours(array: Any) -> list[list[Any]]:
+    """Splits an accumulator's registers into groups of four floats: a pair of columns in each of two rows."""
+    i32 = ir.IntegerType.get_signless(32)
+    floats = [llvm.extractelement(pair, _constant(i32, i)) for pair in array.registers.flat for i in range(2)]
+    return [floats[i : i + 4] for i in range(0, len(floats), 4)]

@@ -1,0 +1,174 @@
+"""The Hopper kernels: their configs and schedules anywhere, small cases in JAX's interpreter, the rest on a GPU."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.flash_attention import config as configs
+from ejkernel.kernels.flash_attention import mosaic_support
+from ejkernel.kernels.flash_attention.mosaic_mask import Band
+from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+HEAD_DIMS = (64, 128, 256)
+
+# Every query length, key length, key heads, dim, lower, upper, soft cap, segments: block_q forward and backward differ.
+INTERPRETED = {
+    "causal": (256, 256, 1, 64, None, 0, None, False),
+    "full, grouped heads": (128, 256, 1, 128, None, None, None, False),
+    "window and soft cap": (256, 128, 2, 128, -70, 64, 20.0, False),
+    "segments": (128, 128, 2, 64, None, 0, None, True),
+}
+
+SCRIPT = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from ejkernel.kernels.flash_attention import config, mosaic, mosaic_bwd
+
+mosaic._SMS, mosaic_bwd._SMS = 2, 1  # dQ is summed without atomics in the interpreter: one block at a time.
+
+def reference(q, k, v, lower, upper, cap, ids):
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    s = s if cap is None else cap * jnp.tanh(s / cap)
+    distance = jnp.arange(k.shape[1])[None] - jnp.arange(q.shape[1])[:, None]
+    seen = jnp.ones(distance.shape, bool)
+    seen = seen if lower is None else seen & (distance >= lower)
+    seen = seen if upper is None else seen & (distance <= upper)
+    seen = seen[None, None] & (True if ids is None else ids[:, None, :, None] == ids[:, None, None, :])
+    p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments):
+    keys = jax.random.split(jax.random.key(q_len + kv_len + dim), 4)
+    q, dout = (jax.random.normal(key, (1, q_len, 2, dim), jnp.bfloat16) for key in keys[:2])
+    k, v = (jax.random.normal(key, (1, kv_len, kv_heads, dim), jnp.bfloat16) for key in keys[2:])
+    ids = jnp.arange(q_len)[None] // 50 if segments else None
+    options = dict(lower=lower, upper=upper, soft_cap=cap, q_segment_ids=ids, kv_segment_ids=ids)
+    options["interpret"] = plgpu.InterpretGPUParams()
+    forward = config.MosaicFwdConfig(consumers=2, block_kv=64)
+    out, lse = mosaic.flash_attention_forward(q, k, v, cfg=forward, **options)
+    grads = mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, **options)
+    want, pull = jax.vjp(lambda *x: reference(*x, lower, upper, cap, ids), *(x.astype(jnp.float32) for x in (q, k, v)))
+    wants = (want, *pull(dout.astype(jnp.float32)))
+    norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
+    return [float(norm(a - b) / norm(b)) for a, b in zip((out, *grads), wants, strict=True)]
+
+print(json.dumps(errors(*json.loads(sys.argv[1]))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.10 has no public GPU interpreter")
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_output_and_gradients_match_float32_in_the_interpreter(name):
+    # The interpreter blocks one thread per warpgroup, and XLA sizes its pool by NPROC when it starts.
+    env = os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(INTERPRETED[name])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert max(json.loads(done.stdout)) < 4e-3
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_config_spaces_hold_only_what_fits(head_dim):
+    forward, backward = list(configs.forward_space(head_dim)), list(configs.backward_space(head_dim))
+    assert configs.default_forward(head_dim).unfit(head_dim) is None
+    assert forward
+    assert len(set(forward)) == len(forward)
+    assert all(cfg.smem_bytes(head_dim) <= configs.SMEM_LIMIT_BYTES for cfg in forward + backward)
+    assert bool(backward) == (mosaic_support.unsupported_backward(head_dim) is None)
+
+
+def test_a_config_that_does_not_fit_says_why():
+    cfg = configs.MosaicFwdConfig(consumers=2, block_kv=128, stages=4)
+    assert "shared memory" in (cfg.unfit(128) or "")
+    assert "registers" in (configs.MosaicFwdConfig(consumers=3, block_kv=192).unfit(64) or "")
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_every_tile_is_handed_out_once(persistent):
+    steps = (1, 2, 3, 4, 5)
+    table = tile_table(heads=7, steps=steps, blocks=4, head_group=3, persistent=persistent)
+    tiles = [tile for count, *tiles in table.tolist() for tile in tiles[:count]]
+    assert sorted(tiles) == list(range(7 * len(steps)))
+
+
+def test_persistent_blocks_get_equal_work():
+    steps = tuple(range(1, 33))
+    table = tile_table(heads=64, steps=steps, blocks=132, head_group=8, persistent=True)
+    work = [sum(steps[tile % 32] for tile in tiles[:count]) for count, *tiles in table.tolist()]
+    assert max(work) <= 1.05 * sum(work) / len(work)
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(None, None), (None, 0), (-100, 0), (-30, 50), (None, -200), (300, None)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(512, 512), (200, 712), (712, 200)])
+def test_steps_cover_exactly_the_blocks_that_are_seen(lower, upper, q_len, kv_len):
+    band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
+    distance = np.arange(kv_len)[None] - np.arange(q_len)[:, None]
+    seen = np.ones(distance.shape, bool)
+    seen &= True if lower is None else distance >= lower
+    seen &= True if upper is None else distance <= upper
+    for row, steps in zip(range(0, q_len, 128), band.steps(128, 64), strict=True):
+        cols = np.flatnonzero(seen[row : row + 128].any(axis=0))
+        start, end = (int(x) for x in band.blocks(jnp.int32(row), 128, 64))
+        assert end - start == steps
+        assert not len(cols) or (start * 64 <= cols[0] and cols[-1] < end * 64)
+    for col, steps in zip(range(0, kv_len, 128), band.query_steps(64, 128), strict=True):
+        rows = np.flatnonzero(seen[:, col : col + 128].any(axis=1))
+        start, end = (int(x) for x in band.query_blocks(jnp.int32(col), 128, 64))
+        assert end - start == steps
+        assert not len(rows) or (start * 64 <= rows[0] and rows[-1] < end * 64)
+
+
+def spec(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "options", "reason"),
+    [
+        (spec(2, 512, 8, 128), spec(2, 512, 2, 128), {"backward": True}, None),
+        (spec(2, 512, 8, 256), spec(2, 512, 2, 256), {}, None),
+        (spec(2, 512, 8, 256), spec(2, 512, 2, 256), {"backward": True}, "no backward pass"),
+        (spec(2, 512, 8, 96), spec(2, 512, 2, 96), {}, "head dim"),
+        (spec(2, 512, 8, 64), spec(2, 512, 3, 64), {}, "evenly"),
+        (spec(2, 510, 8, 64), spec(2, 512, 8, 64), {}, "multiples of 8"),
+        (spec(2, 512, 8, 64, dtype=jnp.float32), spec(2, 512, 8, 64, dtype=jnp.float32), {}, "float16"),
+        (spec(2, 512, 8, 64), spec(2, 512, 8, 64), {"scale": -1.0}, "positive"),
+        (spec(2, 512, 8, 64), spec(2, 512, 8, 64), {"compute_capability": "8.0"}, "Hopper"),
+    ],
+)
+def test_unsupported_gives_the_reason(q, k, options, reason):
+    got = mosaic_support.unsupported(q, k, k, **options)
+    assert got is None if reason is None else reason in (got or "")
+
+
+def hopper() -> bool:
+    if jax.default_backend() != "gpu":
+        return False
+    return getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hopper(), reason="needs a Hopper GPU")
+def test_every_case_matches_float32_on_the_gpu():
+    path = ROOT / "benchmarks" / "hopper_checks.py"
+    loader = importlib.util.spec_from_file_location("hopper_checks", path)
+    assert loader is not None
+    assert loader.loader is not None
+    checks = importlib.util.module_from_spec(loader)
+    sys.modules["hopper_checks"] = checks
+    loader.loader.exec_module(checks)
+    failures = [text for i, case in enumerate(checks.CASES) for good, text in [checks.check(case, i)] if not good]
+    assert not failures
