@@ -27,7 +27,7 @@ def benchmark(
       fn: What to time; `lambda: kernel(a, b)` is fine.
       *args: Passed on.
       num_warmup: Calls before the first sample.
-      num_iters: Samples. A sample of a short call is the mean of enough calls to be seen.
+      num_iters: Samples. A sample of a short call is made of enough calls to be seen.
       timer: `auto` takes device time where there is any and the host's clock otherwise; `wall` always the latter.
       **kwargs: Passed on.
     """
