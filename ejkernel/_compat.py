@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src import ad_util as _ad_util
 from jax._src import config as _config
 from jax._src import pmap as _pmap
+
+# --- Values ---
+
+
+def zeros_of(aval: Any) -> jax.Array:
+    """Zeros of a type, with its sharding and the mesh axes over which it varies."""
+    return _ad_util.zeros_like_aval(aval)
+
 
 # --- Manual axes (shard_map, pmap) ---
 
@@ -107,3 +116,20 @@ def set_config_values(values: dict[str, Any]) -> None:
     for name, value in config_values().items():
         if name in values and values[name] != value:
             jax.config.update(name, values[name])
+
+
+# --- Pallas Mosaic GPU ---
+
+
+def load_with_layout(ref: Any, *, layout: Any, optimized: bool = True) -> jax.Array:
+    """Loads all of a Mosaic GPU reference into registers in `layout`; 0.10 wants an index, later versions none."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    load: Any = plgpu.load
+    whole = (...,) if jax.__version_info__ < (0, 11) else ()
+    return load(ref, *whole, layout=layout, optimized=optimized)
+
+
+def mosaic_kernels_take_refs() -> bool:
+    """Whether `plgpu.kernel` accepts a `jax.Ref` and may change what it holds."""
+    return jax.__version_info__ >= (0, 11)

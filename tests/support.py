@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ejkernel import _compat
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
+
+GAIN = 3
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class Plain(Kernel[Scale, jax.Array]):
 
 
 class CustomVjp(Plain):
-    """The same with a gradient from primals and cotangents."""
+    """The same with a gradient from primals and cotangents, `GAIN` times the true one: it shows who computed it."""
 
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
         x, y = primals
         (dout,) = cotangents
-        return cfg.factor * dout * jnp.cos(x) * y, cfg.factor * dout * jnp.sin(x)
+        return GAIN * cfg.factor * dout * jnp.cos(x) * y, GAIN * cfg.factor * dout * jnp.sin(x)
 
 
 class Residuals(Plain):
@@ -48,24 +51,59 @@ class Residuals(Plain):
 
     def vjp(self, residuals, out, dout, x, y, *, cfg):
         sin, cos = residuals
-        return cfg.factor * dout * cos * y, cfg.factor * dout * sin
+        return GAIN * cfg.factor * dout * cos * y, GAIN * cfg.factor * dout * sin
 
 
 class OwnBackward(Residuals):
     """The same with a config of its own for the backward, which shows in the gradient."""
 
+    def vjp(self, residuals, out, dout, x, y, *, cfg):
+        sin, cos = residuals
+        return cfg.factor * dout * cos * y, cfg.factor * dout * sin
+
     def heuristic_cfg_vjp(self, inv):
         return Scale(1)
 
     def config_space_vjp(self, inv):
-        return [Scale(1), Scale(3)]
+        return [Scale(1), Scale(GAIN)]
 
 
-STYLES = [Plain, CustomVjp, Residuals, OwnBackward]
+class MarkedBackward(OwnBackward):
+    """The same with a guess for the backward that shows."""
+
+    def heuristic_cfg_vjp(self, inv):
+        return Scale(GAIN)
 
 
-def reference(x, y):
+STYLES = [Plain, CustomVjp, Residuals, MarkedBackward]
+
+
+def true(x, y):
     return jnp.sin(x) * y
+
+
+@jax.custom_vjp
+def marked(x, y):
+    return true(x, y)
+
+
+marked.defvjp(
+    lambda x, y: (true(x, y), (x, y)),
+    lambda saved, dout: (
+        _shared(GAIN * dout * jnp.cos(saved[0]) * saved[1], saved[0]),
+        _shared(GAIN * dout * jnp.sin(saved[0]), saved[1]),
+    ),
+)
+
+
+def _shared(grad, arg):
+    """The sum over the devices that share an argument, as plain JAX asks of a gradient inside shard_map."""
+    return jax.lax.psum(grad, tuple(_compat.varying_axes(grad) - _compat.varying_axes(arg)))
+
+
+def reference_of(style):
+    """The same function in plain JAX, with the same gradient."""
+    return true if style is Plain else marked
 
 
 def new_executor(**kwargs):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import jax
+import numpy as np
+
+from ejkernel.ops.utils.arguments import scalar_key
 
 
 class Lookup(Protocol):
@@ -97,46 +100,92 @@ class Served:
     """The answers that a cache has had a part in, so that only a change to one of them invalidates anything."""
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, Any] = {}
+        self._answers: dict[Hashable, list[Any]] = {}
+        self._guessed: set[Hashable] = set()
         self._lock = threading.Lock()
 
-    def note(self, key: Hashable, cfg: Any) -> None:
-        """A call with this key was traced with `cfg`."""
+    def ask(self, key: Hashable) -> None:
+        """A call with this key is about to be answered: a change from now on must not go unnoticed."""
         with self._lock:
-            self._answers[key] = cfg
+            self._answers.setdefault(key, []).append(_PENDING)
+
+    def note(self, key: Hashable, cfg: Any, *, guessed: bool = False) -> None:
+        """The call that asked was traced with `cfg`; if that was a guess, a neighbour's entry may better it."""
+        with self._lock:
+            answers = self._answers.setdefault(key, [])
+            if _PENDING in answers:
+                answers.remove(_PENDING)
+            if not any(same_cfg(cfg, answer) for answer in answers):
+                answers.append(cfg)
+            if guessed:
+                self._guessed.add(_group(key))
+
+    def forget(self, key: Hashable) -> None:
+        """The call that asked was answered by somebody else, whom a change here does not concern."""
+        with self._lock:
+            answers = self._answers.get(key, [])
+            if _PENDING in answers:
+                answers.remove(_PENDING)
 
     def changed(self, key: Hashable, cfg: Any) -> None:
         """The cache now holds `cfg` (None: nothing) under `key`."""
         with self._lock:
-            if key not in self._answers or same_cfg(self._answers[key], cfg):
+            answers, group = self._answers.get(key), _group(key)
+            if answers is None and group not in self._guessed:
                 return
-            del self._answers[key]
+            if answers is not None and all(same_cfg(answer, cfg) for answer in answers):
+                return
+            self._answers.pop(key, None)
+            self._guessed.discard(group)
         invalidate()
+
+
+class _Pending:
+    """An answer that is not known yet."""
+
+
+_PENDING = _Pending()
+
+
+def _group(key: Hashable) -> Hashable:
+    """Device and operation, within which one call's config may serve another."""
+    return key[:2] if isinstance(key, tuple) and len(key) == 3 else key
 
 
 def same_cfg(a: Any, b: Any) -> bool:
     """Whether two configs are interchangeable."""
-    return a is b or (type(a) is type(b) and bool(a == b))
+    return a is b or (type(a) is type(b) and identity(a) == identity(b))
 
 
 def token_of(mapping: Mapping[Any, Any]) -> Hashable:
     """A value that is equal for mappings with equal contents."""
-    return frozenset((key, type(cfg), hashable(cfg)) for key, cfg in mapping.items())
+    return frozenset((key, identity(cfg)) for key, cfg in mapping.items())
 
 
-def hashable(cfg: Any) -> Hashable:
-    """`cfg`, or a stand-in for it that is equal for equal configs, if it cannot be hashed."""
+def identity(cfg: Any) -> Hashable:
+    """A value that is equal for configs that are: in all their fields, and in the types of these."""
+    if isinstance(cfg, Mapping):
+        return type(cfg), frozenset((k, identity(v)) for k, v in cfg.items())
+    if isinstance(cfg, (list, tuple)):
+        return type(cfg), *map(identity, cfg)
+    if isinstance(cfg, (set, frozenset)):
+        return type(cfg), frozenset(map(identity, cfg))
+    if isinstance(cfg, np.ndarray):
+        return np.ndarray, cfg.dtype.str, cfg.shape, cfg.tobytes()
+    if is_dataclass(cfg) and not isinstance(cfg, type):
+        return type(cfg), *(identity(getattr(cfg, f.name)) for f in fields(cfg))
     try:
         hash(cfg)
     except TypeError:
-        if isinstance(cfg, Mapping):
-            return frozenset((k, hashable(v)) for k, v in cfg.items())
-        if isinstance(cfg, (list, tuple)):
-            return (type(cfg), *map(hashable, cfg))
-        if isinstance(cfg, (set, frozenset)):
-            return frozenset(cfg)
-        state = getattr(cfg, "__dict__", None)
-        if state is None:
-            raise
-        return (type(cfg), hashable(state))
-    return cfg
+        # A class of its own making, without a hash: its attributes tell.
+        return type(cfg), identity(vars(cfg))
+    return type(cfg), scalar_key(cfg)
+
+
+def is_frozen(cfg: Any) -> bool:
+    """Whether a config cannot change under whoever holds it."""
+    try:
+        hash(cfg)
+    except TypeError:
+        return False
+    return True

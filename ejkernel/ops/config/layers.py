@@ -13,11 +13,8 @@ from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import packs, store_files
 from ejkernel.ops.config.entry import EntryError, StoredEntry
 from ejkernel.ops.config.store_files import Stamp, StoreFiles
+from ejkernel.ops.config.store_files import StoreWarning as StoreWarning
 from ejkernel.ops.config.store_key import Place
-
-
-class StoreWarning(UserWarning):
-    """Something in the store could not be read or written; the program goes on without it."""
 
 
 class Layer(Protocol):

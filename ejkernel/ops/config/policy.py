@@ -65,6 +65,11 @@ def policy_override(selector: ConfigSelectorChain | None = None, /, **changes: A
         if name not in known:
             raise PolicyError(f"policy_override: unknown field {name!r}; the fields are {', '.join(known)}.")
     AutotunePolicy(**changes)
+    if selector is not None and not isinstance(getattr(selector, "policy", None), AutotunePolicy):
+        raise PolicyError(
+            f"policy_override: expected a ConfigSelectorChain or nothing, got {type(selector).__name__}. "
+            "An executor's selector is its .chooser."
+        )
     owner = None if selector is None else context.Identity(selector)
     return context.entered(override=context.Override(owner, tuple(sorted(changes.items()))))
 

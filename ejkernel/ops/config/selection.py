@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.differences import closest, differences
+from ejkernel.ops.config.layers import StoreWarning
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.policy import policy_override as policy_override
@@ -21,6 +23,7 @@ from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils.fingerprint import get_device_platform
+from ejkernel.ops.utils.tagged import ConfigEncodeError
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.entry import StoredEntry
@@ -62,6 +65,11 @@ class Selection:
     tiers: tuple[Tier, ...]
     policy: AutotunePolicy
 
+    @property
+    def depth(self) -> int:
+        """How many tiers were asked before one answered."""
+        return len(self.tiers) - (self.tiers[0].name == "explicit" if self.tiers else 0)
+
     def __str__(self) -> str:
         device, op_id, call_key = self.inv.key
         rows = [
@@ -77,9 +85,9 @@ class Selection:
 OnEvent = Callable[..., None]
 
 
-def default_tuner() -> Any:
-    """The tuner of selectors that were given none; `ejkernel.ops.execution`, which stands above, puts its own here."""
-    raise EjkernelError("ConfigSelectorChain: tuning needs a tuner=, or `import ejkernel.ops`.")
+def make_tuner(tuner: Tuner | None) -> Any:
+    """What measures for a selector that was given `tuner`; `ejkernel.ops.execution`, which stands above, sets it."""
+    raise EjkernelError("ConfigSelectorChain: tuning needs `import ejkernel.ops`.")
 
 
 class _Flights:
@@ -134,15 +142,33 @@ class ConfigSelectorChain:
 
     def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """The config to run `inv` with."""
-        selection = self.select(inv, kernel)
-        for store in (self.cache, self.persistent):
-            if store is not None:
-                store.served.note(inv.key, selection.cfg)
-        for overlay in context.current_scope().overlays:
-            if (served := getattr(overlay.source, "served", None)) is not None:
-                served.note(inv.key, selection.cfg)
+        tiers = list(self._served())
+        for _, served in tiers:
+            served.ask(inv.key)
+        try:
+            selection = self.select(inv, kernel)
+        except BaseException:
+            for _, served in tiers:
+                served.forget(inv.key)
+            raise
+        guessed = selection.tier in ("heuristic", "transferred") and selection.policy.transfer
+        store = None if self.persistent is None else self.persistent.served
+        for depth, served in tiers:
+            if depth <= selection.depth:
+                # Of the stored configs only, another call's may come to serve this one.
+                served.note(inv.key, selection.cfg, guessed=guessed and served is store)
+            else:
+                served.forget(inv.key)
         self._emit("select", inv, tier=selection.tier, cfg=selection.cfg)
         return selection.cfg
+
+    def _served(self) -> Iterator[tuple[int, context.Served]]:
+        """The books of the tiers that can change, with their depth in the order of `_stored`."""
+        overlays = context.current_scope().overlays
+        sources = [overlay.source for overlay in reversed(overlays)]
+        for depth, source in enumerate([*sources, self.cache, self.persistent], start=1):
+            if (served := getattr(source, "served", None)) is not None:
+                yield depth, served
 
     def select(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """The first tier's answer, and what the tiers before it held; tunes if the policy says so."""
@@ -161,11 +187,12 @@ class ConfigSelectorChain:
         tiers = [*self._stored(inv, kernel, policy)]
         if policy.autotune == "on":
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
-        elif policy.autotune == "frozen":
-            tiers.append(Tier("frozen", None, "would raise"))
-        else:
+        elif policy.autotune != "frozen":
             tiers.append(self._transferred(inv, kernel, policy))
-        tiers.append(Tier("heuristic", heuristic(inv, kernel)))
+        guess = Tier("heuristic", heuristic(inv, kernel))
+        if policy.autotune == "frozen" and all(tier.cfg is None for tier in tiers):
+            guess = Tier("frozen", None, f"raises; the guess would be {guess.cfg!r}")
+        tiers.append(guess)
         found = next((tier for tier in tiers if tier.cfg is not None), tiers[-1])
         return Selection(inv, found.cfg, found.name, tuple(tiers), policy)
 
@@ -249,12 +276,7 @@ class ConfigSelectorChain:
             for tier in self._stored(inv, kernel, policy):
                 if tier.cfg is not None:
                     return tier.cfg
-            if hasattr(tuner := self.tuner if self.tuner is not None else default_tuner(), "tune"):
-                return self.tune(inv, kernel, tuner=tuner).cfg
-            make_fn = lambda cfg: lambda *args, **kwargs: run_with(kernel, inv, cfg, args, kwargs)
-            cfg = tuner.autotune(make_fn, inv.args, inv.kwargs, candidates(inv, kernel))
-            self._remember(inv, kernel, cfg)
-            return cfg
+            return self.tune(inv, kernel).cfg
 
     @contextmanager
     def _alone(self, key: tuple[str, str, str]) -> Iterator[None]:
@@ -265,7 +287,7 @@ class ConfigSelectorChain:
 
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, tuner: Any = None) -> Any:
         """Measures the candidates of a call now, stores the winner, and returns the whole outcome."""
-        tuner = tuner or self.tuner or default_tuner()
+        tuner = make_tuner(tuner if tuner is not None else self.tuner)
         near = self._nearest(inv, kernel, effective_policy(self))
         with self._alone(inv.key):
             store = self.persistent if self.persist_autotune else None
@@ -281,9 +303,16 @@ class ConfigSelectorChain:
     def _remember(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, *, persist: bool = True, **facts: Any
     ) -> None:
+        for store in (self.cache, self.persistent):
+            if store is not None:
+                # The one who asked is the one who answers now; nobody else need trace again.
+                store.served.forget(inv.key)
         self.cache.put(*inv.key, cfg)
         if persist and self.persistent is not None and self.persist_autotune:
-            self.persistent.put(*inv.key, cfg, signature=inv.signature, kernel=source_of(kernel), **facts)
+            try:
+                self.persistent.put(*inv.key, cfg, signature=inv.signature, kernel=source_of(kernel), **facts)
+            except ConfigEncodeError as error:
+                warnings.warn(f"{inv.op_id}: the tuned config stays in memory: {error}", StoreWarning, stacklevel=2)
         self._emit("tuned", inv, cfg=cfg, **facts)
 
     def _emit(self, name: str, inv: Invocation[Any, Any], **data: Any) -> None:

@@ -15,7 +15,9 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ from ejkernel.ops.utils.fingerprint import short_hash
 TEMPORARY = ".tmp-"
 BROKEN = ".broken"
 LOCKS = ".locks"
+
+
+class StoreWarning(UserWarning):
+    """Something in the store could not be read or written; the program goes on without it."""
+
+
 TRIALS = ".trials.jsonl"
 MAX_TRIALS_BYTES = 64 << 20
 
@@ -62,9 +70,10 @@ class StoreFiles:
                 yield from (op / name for name in _names(op) if _is_entry(name))
 
     def all_files(self) -> Iterator[Path]:
-        """Every file in the tree, hidden ones too."""
-        for folder, _, names in os.walk(self.root):
-            yield from (Path(folder, name) for name in sorted(names))
+        """Every file where the store keeps its own, hidden ones too: those of ops, and locks."""
+        folders = [op for device in _folders(self.root, None) for op in _folders(device, None)]
+        for folder in [*folders, self.root / LOCKS]:
+            yield from (folder / name for name in _names(folder) if not os.path.isdir(folder / name))
 
     def append_trial(self, place: Place, record: Any) -> None:
         """Adds one line to the trials of an entry."""
@@ -109,6 +118,8 @@ def stamp(path: Path) -> Stamp | None:
 
 def read(path: Path, max_bytes: int) -> bytes:
     """Contents of a file, one byte more than `max_bytes` at most."""
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(f"{path} is a pipe")  # Opening it would wait for somebody to write.
     with open(path, "rb") as file:
         return file.read(max_bytes + 1)
 
@@ -186,8 +197,12 @@ def _names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except PermissionError as error:
+        text = f"{folder}: cannot be listed ({error.strerror}). What it holds counts as absent."
+        warnings.warn(text, StoreWarning, stacklevel=2)
+        return []
 
 
 def _folders(parent: Path, wanted: str | None) -> list[Path]:
     names = _names(parent) if wanted is None else [directory_name(wanted)]
-    return [parent / name for name in names if not name.startswith(".") and (parent / name).is_dir()]
+    return [parent / name for name in names if not name.startswith(".") and os.path.isdir(parent / name)]

@@ -43,6 +43,8 @@ def nearest(
     than "use", entries that are stale are passed over. Nothing is stored.
     """
     kind, sizes = describe(signature)
+    if not all(isinstance(size, int) for size in sizes):
+        return None  # A symbolic size is near nothing.
     same = [
         t for t in _tuned(cache, device, op_id) if t.kind == kind and t.sizes != sizes and len(t.sizes) == len(sizes)
     ]

@@ -64,7 +64,7 @@ def prune(
     if not dry_run:
         for path in gone:
             path.unlink(missing_ok=True)
-        _remove_empty(root)
+            _remove_empty(path.parent, root)
     return gone
 
 
@@ -153,8 +153,11 @@ def _age_days(entry: StoredEntry) -> float:
     return (datetime.datetime.now(datetime.UTC) - measured).total_seconds() / DAY_S
 
 
-def _remove_empty(root: Path) -> None:
-    for folder, _, _ in os.walk(root, topdown=False):
-        if Path(folder) != root:
-            with contextlib.suppress(OSError):  # Not empty.
-                os.rmdir(folder)
+def _remove_empty(folder: Path, root: Path) -> None:
+    """Removes the folders that a file's going has left empty, up to the store's own."""
+    while folder != root:
+        try:
+            folder.rmdir()
+        except OSError:  # Not empty.
+            return
+        folder = folder.parent

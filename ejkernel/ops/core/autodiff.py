@@ -89,7 +89,7 @@ def _is_symbolic(x: Any) -> bool:
 
 
 def _instantiate(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if _is_symbolic(x) else x
+    return _compat.zeros_of(x.aval) if _is_symbolic(x) else x
 
 
 def _fit(owner: str, grads: Sequence[Any], args: Args) -> list[Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import threading
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic
@@ -14,13 +16,21 @@ from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.utils import fingerprint
+from ejkernel.ops.utils import arguments, fingerprint
 
 PROGRAMS = "_ejkernel_programs"
 """Attribute of a kernel instance under which executors keep its compiled programs."""
 
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _SIMPLE = frozenset({str, bytes, bool, int, float, complex, type(None), type})
+
+
+class _Tracing(threading.local):
+    active = False
+
+
+tracing = _Tracing()
+"""`active` while a kernel of this thread is being traced: what it notes on itself then is not a change to it."""
 
 
 class KernelDefinitionError(EjkernelError, TypeError):
@@ -36,7 +46,8 @@ class Kernel(Generic[Cfg, Out]):
     that depends on the platform may carry its name as a suffix: see `ejkernel.ops.core.dispatch`.
 
     A kernel is a value: instances of one class with equal simple attributes share their compiled programs, so building
-    one anew at each call is cheap. Attributes must not change after the first call.
+    one anew at each call is cheap. Assigning an attribute makes it another kernel from then on; what a method changes
+    in place, or while it is being traced, does not.
     """
 
     version: str = "0"
@@ -100,12 +111,24 @@ class Kernel(Generic[Cfg, Out]):
 
     def state(self) -> tuple[Any, ...] | None:
         """What makes two instances of the class interchangeable; None if an attribute is not a simple value."""
-        attributes = sorted((k, type(v), v) for k, v in vars(self).items() if k != PROGRAMS)
-        return tuple(attributes) if all(kind in _SIMPLE for _, kind, _ in attributes) else None
+        if _has_slots(type(self)):
+            return None
+        cached = {k for k, v in _members(type(self)) if isinstance(v, cached_property)}
+        attributes = [(k, type(v), v) for k, v in sorted(vars(self).items()) if k != PROGRAMS and k not in cached]
+        if not all(kind in _SIMPLE for _, kind, _ in attributes):
+            return None
+        return tuple((k, kind, arguments.scalar_key(v)) for k, kind, v in attributes)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if PROGRAMS in self.__dict__ and not tracing.active:
+            del self.__dict__[PROGRAMS]
+
+    def __getstate__(self) -> Any:
         """Compiled programs stay behind when a kernel is copied or pickled."""
-        return {k: v for k, v in vars(self).items() if k != PROGRAMS}
+        state = super().__getstate__()
+        drop = lambda attributes: {k: v for k, v in attributes.items() if k != PROGRAMS} if attributes else attributes
+        return (drop(state[0]), *state[1:]) if isinstance(state, tuple) else drop(state)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.op_id!r}>"
@@ -164,7 +187,7 @@ class Invocation(Generic[Cfg, Out]):
     @cached_property
     def call_key(self) -> str:
         """16 hex digits, the same in every process and on every host."""
-        build = self.kernel.key_builder if self.kernel is not None else None
+        build = None if self.kernel is None else _key_builder(self.kernel)
         if build is None:
             return fingerprint.short_hash(self.signature)
         key = build(self)
@@ -180,6 +203,24 @@ class Invocation(Generic[Cfg, Out]):
         """Whether there are only shapes and dtypes, no data to measure with."""
         leaves = jax.tree.leaves((self.args, dict(self.kwargs)))
         return any(isinstance(x, (jax.ShapeDtypeStruct, Tracer)) for x in leaves)
+
+
+def _members(cls: type) -> Iterator[tuple[str, Any]]:
+    for base in cls.__mro__:
+        yield from vars(base).items()
+
+
+def _has_slots(cls: type) -> bool:
+    """Whether instances hold attributes outside of their `__dict__`."""
+    return any(inspect.ismemberdescriptor(member) for _, member in _members(cls))
+
+
+def _key_builder(kernel: Kernel[Any, Any]) -> Callable[[Invocation[Any, Any]], str] | None:
+    """`kernel.key_builder` as a function of the call, also where a plain function was put into the class body."""
+    found = inspect.getattr_static(kernel, "key_builder", None)
+    if inspect.isfunction(found) and len(inspect.signature(found).parameters) == 1:
+        return found
+    return kernel.key_builder
 
 
 def _call_by_default(kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,14 +14,14 @@ import jax
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
-from ejkernel.ops.config import selection
-from ejkernel.ops.config.context import hashable
+from ejkernel.ops.config import context, selection
+from ejkernel.ops.config.context import identity, is_frozen
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, KernelDefinitionError, tracing
 from ejkernel.ops.execution.pipeline import (
     Args,
     Attempt,
@@ -29,13 +31,12 @@ from ejkernel.ops.execution.pipeline import (
     Kwargs,
     Pipeline,
     any_tracer,
-    backward_invocation,
     invocation,
     prepared,
 )
 from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
-from ejkernel.ops.execution.program import Program, StaticFound
-from ejkernel.ops.utils import arguments
+from ejkernel.ops.execution.program import REFUSED, Program, bounded
+from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 
 
@@ -70,6 +71,12 @@ class Explanation:
         return f"{self.selection}\n   runs {self.method} on platform {self.platform}"
 
 
+class _Table(dict[Hashable, Program]):
+    """The programs of one kernel by their fixed config; owned by an executor, and only referred to by kernels."""
+
+    __slots__ = ("__weakref__", "latest")
+
+
 class Executor:
     """Calls kernels like JAX functions.
 
@@ -80,48 +87,50 @@ class Executor:
     def __init__(self, chooser: ConfigChooser | None = None, *, stamp_prefix: str = DEFAULT_PREFIX) -> None:
         if chooser is not None and not callable(getattr(chooser, "choose", None)):
             raise ChooserError(f"Executor: a chooser needs choose(inv, kernel), got {type(chooser).__name__}.")
+        if not stamp_prefix:
+            raise ChooserError("Executor: stamp_prefix must not be empty; EJKERNEL_OPS_STAMP=none leaves labels out.")
         self.chooser: ConfigChooser = chooser if chooser is not None else ConfigSelectorChain()
         self._pipeline = Pipeline(self.chooser, stamp_prefix)
-        self._tables: dict[Hashable, dict[Hashable, Program]] = {}
+        self._shared: dict[Hashable, _Table] = {}
+        self._own: weakref.WeakKeyDictionary[Kernel[Any, Any], _Table] = weakref.WeakKeyDictionary()
+        self._key = object()
 
     def __call__(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """Runs `kernel` on the arguments, with `cfg` or with the config that the chooser gives."""
         try:
-            program = kernel.__dict__[PROGRAMS][self][cfg]
+            program = kernel.__dict__[PROGRAMS][self._key]()[cfg]
         except (KeyError, TypeError, AttributeError):
+            program = self._program(kernel, cfg)
+        if program.cfg is not cfg:
+            # Equal is not enough: C(1) == C(1.0).
             program = self._program(kernel, cfg)
         try:
             return program.call(*args, **kwargs)
         except InputsWanted:
             pass
-        except (StaticFound, TypeError) as error:
+        except REFUSED as error:
             try:
                 return program.recover(error, args, kwargs)
             except InputsWanted:
                 pass
         return self._pipeline.with_inputs(kernel, args, kwargs, lambda: _call(program, args, kwargs))
 
-    def compile(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def compile(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """A jitted function of arguments like these, compiled, with the configs they get now for good."""
-        cfg, vjp_cfg = self.choose_config(kernel, *args, **kwargs), None
-        if (backward := BackwardKernel.of(kernel)) is not None:
-            inv = backward_invocation(backward, self._abstract_invocation(kernel, args, kwargs))
-            vjp_cfg = self.chooser.choose(inv, backward)
-        program = Program(kernel, partial(self._pipeline.run, Fixed(kernel, cfg, vjp_cfg)))
+        attempt = self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg))
+        backward = self._pipeline.backward_attempt(Fixed(kernel), attempt)
+        vjp_cfg = None if BackwardKernel.of(kernel) is None else backward.cfg
+        program = Program(kernel, partial(self._pipeline.run, Fixed(kernel, attempt.cfg, vjp_cfg)))
         program.compile(args, kwargs)
         return lambda *args, **kwargs: _call(program, args, kwargs)
 
-    def choose_config(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Any:
+    def choose_config(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """The config that a call would get; the call itself is not run, and arguments may be abstract."""
-        inv = self._abstract_invocation(kernel, args, kwargs)
-        concrete = not Invocation(kernel=kernel, args=args, kwargs=kwargs).is_abstract
-        if concrete and self._pipeline.needs_inputs(inv):
-            args, kwargs = prepared(kernel, args, kwargs)
-            inv = replace(inv, args=args, kwargs=kwargs)
-        return self._first_attempt(inv).cfg
+        return self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg)).cfg
 
-    def explain(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Explanation:
         """Which tier would answer a call, with which key, and what the other tiers hold; nothing is tuned."""
+        inv = self._abstract_invocation(kernel, args, kwargs, cfg)
         asked: list[Selection] = []
 
         def choose(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
@@ -132,7 +141,9 @@ class Executor:
                 asked.append(Selection(inv, cfg, name, (), AutotunePolicy()))
             return asked[-1].cfg
 
-        attempt = self._first_attempt(self._abstract_invocation(kernel, args, kwargs), choose)
+        attempt = self._first_attempt(inv, choose)
+        if not asked:
+            choose(attempt.inv, kernel)
         return Explanation(asked[-1], attempt.platform, getattr(attempt.run, "__name__", repr(attempt.run)))
 
     def _first_attempt(self, inv: Invocation[Any, Any], choose: Choose | None = None) -> Attempt:
@@ -141,7 +152,20 @@ class Executor:
             return attempt
         raise dispatch.UnsupportedCallError(inv, reasons)
 
-    def _abstract_invocation(self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Invocation[Any, Any]:
+    def _invocation_to_choose(
+        self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs, cfg: Any
+    ) -> Invocation[Any, Any]:
+        """The call with its data, if it has any and choosing would measure."""
+        inv = self._abstract_invocation(kernel, args, kwargs, cfg)
+        concrete = not Invocation(kernel=kernel, args=args, kwargs=kwargs).is_abstract
+        if concrete and self._pipeline.needs_inputs(inv):
+            args, kwargs = prepared(kernel, args, kwargs)
+            inv = replace(inv, args=args, kwargs=kwargs)
+        return inv
+
+    def _abstract_invocation(
+        self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs, cfg: Any
+    ) -> Invocation[Any, Any]:
         arrays, statics = arguments.split((args, kwargs))
         found: list[Invocation[Any, Any]] = []
 
@@ -150,52 +174,89 @@ class Executor:
             return ()
 
         jax.eval_shape(trace, arrays)
-        return found[0]
+        return replace(found[0], override_cfg=cfg)
+
+    # --- Programs ---
 
     def _program(self, kernel: Kernel[Any, Any], cfg: Any) -> Program:
         if not isinstance(kernel, Kernel):
             raise KernelDefinitionError(f"Executor: expected a Kernel instance, got {kernel!r}.")
-        state = kernel.state()
-        tables = kernel.__dict__.setdefault(PROGRAMS, {})
-        if self not in tables:
-            # Interchangeable instances share one table.
-            tables[self] = {} if state is None else self._tables.setdefault((type(kernel), state), {})
-        key = hashable(cfg)
-        program = tables[self].get(key)
+        table = self._table(kernel)
+        key = (None, identity(cfg))
+        program = table.get(key)
         if program is None:
-            before = partial(_record_data, kernel) if kernel.record_integers else None
-            program = Program(kernel, partial(self._trace, state, Fixed(kernel, cfg)), before)
-        return tables[self].setdefault(key, program)
+            # A copy of what could change: the program belongs to the config as it was given.
+            fixed_cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)
+            state = kernel.state()
+            # A kernel that shares its programs with nobody need not outlive its last user on their account.
+            holder = weakref.ref(kernel) if state is None else lambda: kernel
+            before = partial(_record_data, holder) if kernel.record_integers else None
+            trace = partial(self._trace, state, holder, weakref.ref(table), fixed_cfg)
+            program = bounded(table, key, Program(kernel, trace, cfg=cfg, before=before))
+        if is_frozen(cfg):
+            table[cfg] = program
+            program.cfg = cfg
+        return program
 
-    def _trace(self, state: Any, fixed: Fixed, args: Args, kwargs: Kwargs) -> Any:
-        if fixed.kernel.state() != state:
-            raise KernelDefinitionError(
-                f"{fixed.kernel.op_id}: attributes changed after the first call. Kernels are values: make a new one."
-            )
-        return self._pipeline.run(fixed, args, kwargs)
+    def _table(self, kernel: Kernel[Any, Any]) -> _Table:
+        """Where the programs of a kernel are; interchangeable instances share it."""
+        state = kernel.state()
+        if state is None:
+            table = self._own.get(kernel)
+            if table is None:
+                table = self._own.setdefault(kernel, _Table())
+        else:
+            key = (type(kernel), state)
+            table = self._shared.get(key)
+            if table is None:
+                table = bounded(self._shared, key, _Table())
+        table.latest = weakref.ref(kernel)
+        links = kernel.__dict__.setdefault(PROGRAMS, {})
+        for dead in [key for key, link in links.items() if link() is None]:
+            del links[dead]
+        links[self._key] = weakref.ref(table)
+        return table
+
+    def _trace(
+        self, state: Any, holder: Callable[[], Any], table: Callable[[], Any], cfg: Any, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Traces with an instance that is still what it was when its program was made."""
+        kernel, programs = holder(), table()
+        if kernel.state() != state and programs is not None:
+            latest = programs.latest()
+            kernel = latest if latest is not None and latest.state() == state else kernel
+        outer, tracing.active = tracing.active, True
+        try:
+            return self._pipeline.run(Fixed(kernel, cfg), args, kwargs)
+        finally:
+            tracing.active = outer
 
 
 def _call(program: Program, args: Args, kwargs: Kwargs) -> Any:
     try:
         return program.call(*args, **kwargs)
-    except (StaticFound, TypeError) as error:
+    except REFUSED as error:
         return program.recover(error, args, kwargs)
 
 
-def _record_data(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> None:
+def _record_data(holder: Callable[[], Any], args: Args, kwargs: Kwargs) -> None:
     """Records an eager call with its small integers, before tracing takes them away."""
-    if not any_tracer(args, kwargs):
+    if env.recording() and not any_tracer(args, kwargs):
+        kernel = holder()
         args, kwargs = prepared(kernel, args, kwargs)
         registry.note_traced(kernel, Invocation(kernel=kernel, args=args, kwargs=kwargs))
 
 
-def _new_tuner() -> Any:
+def _make_tuner(tuner: Any) -> Any:
+    from ejkernel.ops.execution.protocol import ProtocolTuner
     from ejkernel.ops.execution.tuner import Autotuner
 
-    return Autotuner()
+    if tuner is None:
+        return Autotuner()
+    return tuner if hasattr(tuner, "tune") else ProtocolTuner(tuner)
 
 
-selection.default_tuner = _new_tuner
+selection.make_tuner = _make_tuner
 
 _default: Executor | None = None
 _default_lock = threading.Lock()
@@ -224,3 +285,4 @@ def set_default_executor(executor: Executor | None) -> None:
         raise ChooserError(f"set_default_executor: expected an Executor, got {type(executor).__name__}.")
     with _default_lock:
         _default = executor
+    context.invalidate()

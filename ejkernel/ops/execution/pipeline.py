@@ -75,14 +75,15 @@ class Pipeline:
         args, kwargs = prepared(kernel, args, kwargs)
         inv = replace(invocation(kernel, args, kwargs), override_cfg=fixed.cfg)
         registry.note_traced(kernel, inv)
-        inv = self._with_data(inv, args, kwargs)
+        choose = self._chooser_with_data(inv, args, kwargs)
         reasons: dict[str, str] = {}
-        for attempt in self.attempts(inv, reasons):
+        last = None
+        for attempt in self.attempts(inv, reasons, choose):
             try:
                 return self._differentiable(fixed, attempt, args, kwargs)
             except NotImplementedError as error:
-                reasons[attempt.platform] = str(error) or "not implemented"
-        raise dispatch.UnsupportedCallError(inv, reasons)
+                reasons[attempt.platform], last = str(error) or "not implemented", error
+        raise dispatch.UnsupportedCallError(inv, reasons) from last
 
     # --- Data for tuning ---
 
@@ -99,14 +100,18 @@ class Pipeline:
         finally:
             self._local.inputs = None
 
-    def _with_data(self, inv: Invocation[Any, Any], args: Args, kwargs: Kwargs) -> Invocation[Any, Any]:
+    def _chooser_with_data(self, inv: Invocation[Any, Any], args: Args, kwargs: Kwargs) -> Choose:
+        """`chooser.choose`, shown the call's data for as long as the choice takes and no longer."""
         # Taken, not read: a kernel may call other kernels, and these inputs are not theirs.
         inputs, self._local.inputs = getattr(self._local, "inputs", None), None
         if inputs is None and self.needs_inputs(inv):
             if any_tracer(args, kwargs):
                 raise InputsWanted
             inputs = args, kwargs
-        return replace(inv, args=inputs[0], kwargs=inputs[1]) if inputs and (inputs[0] or inputs[1]) else inv
+        if not inputs or not (inputs[0] or inputs[1]):
+            return self.chooser.choose
+        data = dict(zip(("args", "kwargs"), inputs, strict=True))
+        return lambda inv, kernel: self.chooser.choose(replace(inv, **data), kernel)
 
     # --- Choosing an implementation and its config ---
 
@@ -158,11 +163,11 @@ class Pipeline:
             return primal(*args, **kwargs)
         return autodiff.with_gradient(kernel.op_id, primal, forward, backward, args, kwargs)
 
-    def _labelled(self, attempt: Attempt, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _labelled(self, attempt: Attempt, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with label_scope(attempt.inv, self.stamp_prefix):
             return method(*args, cfg=attempt.cfg, **kwargs)
 
-    def _forward(self, fixed: Fixed, first: Attempt, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _forward(self, fixed: Fixed, first: Attempt, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """`fwd_with_residuals` of the attempt that serves the call, or of the next one that can."""
         reasons: dict[str, str] = {}
         others = (a for a in self.attempts(first.inv, reasons) if a.platform != first.platform)
@@ -180,7 +185,7 @@ class Pipeline:
 
     def _vjp(self, fixed: Fixed, saved: Any, cotangent: Any, args: Args, kwargs: Kwargs) -> Any:
         residuals, out, note = saved
-        attempt = self._backward_attempt(fixed, note.value)
+        attempt = self.backward_attempt(fixed, note.value)
         pair = _residual_pair(fixed.kernel, attempt)
         if pair is None:
             raise KernelDefinitionError(
@@ -190,13 +195,13 @@ class Pipeline:
         return self._labelled(attempt, partial(pair[1], residuals, out, cotangent), *args, **kwargs)
 
     def _custom_vjp(self, fixed: Fixed, note: Any, cotangent: Any, args: Args, kwargs: Kwargs) -> Any:
-        attempt = self._backward_attempt(fixed, note.value)
+        attempt = self.backward_attempt(fixed, note.value)
         cotangents = tuple(cotangent) if isinstance(cotangent, (tuple, list)) else (cotangent,)
         custom_vjp: Callable[..., Any] = fixed.kernel.custom_vjp  # pyright: ignore[reportAttributeAccessIssue]
         with label_scope(attempt.inv, self.stamp_prefix):
             return custom_vjp(args, attempt.cfg, kwargs, cotangents)
 
-    def _backward_attempt(self, fixed: Fixed, forward: Attempt) -> Attempt:
+    def backward_attempt(self, fixed: Fixed, forward: Attempt) -> Attempt:
         """The forward's attempt, or one with the backward's own config and label if the kernel has them."""
         backward = BackwardKernel.of(fixed.kernel)
         if backward is None:

@@ -31,27 +31,36 @@ class StaticFound(Exception):
     """While tracing: an argument is a Python scalar, which is static here and an array to `jax.jit`."""
 
 
+REFUSED = (StaticFound, TypeError, IndexError)
+"""What `jax.jit` raises for arguments that are not arrays; an IndexError where it fails to name one called `args`."""
+
+
 class Program:
     """Every compiled variant of one kernel with one fixed config, or with none.
 
-    `call` raises StaticFound or TypeError for arguments that are not all arrays; then `recover` serves them, and has
-    `call` do so from then on. `before`, if given, sees the arguments of every call.
+    `call` raises one of `REFUSED` for arguments that are not all arrays; then `recover` serves them, and has
+    `call` do so from then on. `before`, if given, sees the arguments of every call. `cfg` is what callers compare
+    theirs with: the very object makes looking closer unnecessary.
     """
 
-    __slots__ = ("_before", "_bound", "_optimistic", "_split", "_trace", "call", "kernel")
+    __slots__ = ("_before", "_bound", "_jit", "_name", "_optimistic", "_split", "_trace", "call", "cfg")
 
-    def __init__(self, kernel: Kernel[Any, Any], trace: Trace, before: Callable[..., None] | None = None) -> None:
-        self.kernel = kernel
+    def __init__(
+        self, kernel: Kernel[Any, Any], trace: Trace, *, cfg: Any = None, before: Callable[..., None] | None = None
+    ) -> None:
+        # Not the kernel itself: whether a program keeps it alive is for `trace` to say.
+        self._name, self._jit = kernel.op_id, kernel.jit
+        self.cfg = cfg
         self._trace = trace
         self._before = before
         self._bound: dict[Hashable, Callable[..., Any] | None] = {}
         self._split: dict[Hashable, Callable[..., Any]] = {}
-        self._optimistic: Any = self._new_optimistic((), ()) if kernel.jit else lambda *a, **k: trace(a, k)
+        self._optimistic: Any = self._new_optimistic((), ()) if self._jit else lambda *a, **k: trace(a, k)
         self.call: Callable[..., Any] = self._observed(self._optimistic)
 
     def recover(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
         """Serves a call that `call` could not, or raises `error` if it was not about static arguments."""
-        if not self.kernel.jit or not _has_static(error, args, kwargs):
+        if not self._jit or not _has_static(error, args, kwargs):
             raise error
         self.call = self._observed(self._call_bound)
         return self._call_bound(*args, **kwargs)
@@ -69,18 +78,18 @@ class Program:
 
     def compile(self, args: Args, kwargs: Kwargs) -> None:
         """Compiles the variant for these arguments, which may be abstract, so that the first call need not."""
-        if not self.kernel.jit:
+        if not self._jit:
             return
         try:
             self._optimistic.lower(*args, **kwargs).compile()
-        except (StaticFound, TypeError) as error:
+        except REFUSED as error:
             if not _has_static(error, args, kwargs):
                 raise
             self.call = self._observed(self._call_bound)
             key, args_left, kwargs_left = self._bind(args, kwargs)
             try:
                 self._variant(key, args, kwargs).lower(*args_left, **kwargs_left).compile()
-            except (StaticFound, TypeError) as error:
+            except REFUSED as error:
                 if not _has_static(error, args_left, kwargs_left):
                     raise
                 self._bound[key] = None
@@ -96,7 +105,7 @@ class Program:
                 merged[index] = value
             return self._trace(tuple(merged), {**kwargs, **dict(static_kwargs)})
 
-        return jax.jit(_named(call, self.kernel))
+        return jax.jit(_named(call, self._name))
 
     def _call_bound(self, *args: Any, **kwargs: Any) -> Any:
         key, args_left, kwargs_left = self._bind(args, kwargs)
@@ -104,7 +113,7 @@ class Program:
         if variant is not None:
             try:
                 return variant(*args_left, **kwargs_left)
-            except (StaticFound, TypeError) as error:
+            except REFUSED as error:
                 if not _has_static(error, args_left, kwargs_left):
                     raise
                 self._bound[key] = None
@@ -132,21 +141,22 @@ class Program:
         except KeyError:
             static_args = [(i, x) for i, x in enumerate(args) if type(x) in _SCALARS]
             static_kwargs = [(k, x) for k, x in kwargs.items() if type(x) in _SCALARS]
-            return _bounded(self._bound, key, self._new_optimistic(static_args, static_kwargs))
+            return bounded(self._bound, key, self._new_optimistic(static_args, static_kwargs))
 
     def _split_variant(self, statics: arguments.Statics) -> Any:
-        key = arguments.static_key(self.kernel.op_id, statics)
+        key = arguments.static_key(self._name, statics)
         found = self._split.get(key)
         if found is None:
             call = partial(self._call_merged, statics)
-            found = _bounded(self._split, key, jax.jit(_named(call, self.kernel)))
+            found = bounded(self._split, key, jax.jit(_named(call, self._name)))
         return found
 
     def _call_merged(self, statics: arguments.Statics, arrays: list[Any]) -> Any:
         return self._trace(*arguments.merge(arrays, statics))
 
 
-def _bounded(table: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+def bounded(table: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+    """Puts `value` into a table that is emptied when it is full, and returns what is there."""
     if len(table) >= MAX_VARIANTS:
         table.clear()
     return table.setdefault(key, value)
@@ -165,7 +175,7 @@ def _looks_static(x: Any) -> bool:
     return aval.shape == () and (getattr(aval, "weak_type", False) or aval.dtype == bool)
 
 
-def _named(fn: Any, kernel: Kernel[Any, Any]) -> Any:
+def _named(fn: Any, name: str) -> Any:
     """`fn` under the kernel's name, which profiles and compiled programs show."""
-    fn.__name__ = fn.__qualname__ = re.sub(r"\W", "_", kernel.op_id)
+    fn.__name__ = fn.__qualname__ = re.sub(r"\W", "_", name)
     return fn

@@ -10,7 +10,7 @@ import numpy as np
 
 from ejkernel.errors import EjkernelError
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
 
 
 class StaticArgumentError(EjkernelError, TypeError):

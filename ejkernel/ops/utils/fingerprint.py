@@ -68,7 +68,7 @@ def get_device_platform(device: Device | None = None) -> str:
 def _fingerprint_of(device: Device) -> str:
     kind = device_kind(device)
     if kind == "cpu":
-        return f"cpu-{platform.machine().lower()}-{_vector_width()}-{len(os.sched_getaffinity(0))}c"
+        return f"cpu-{platform.machine().lower()}-{_vector_width()}-{_cores()}c"
     parts = [kind, device.device_kind]
     if capability := getattr(device, "compute_capability", None):
         parts.append(f"sm{capability}".replace(".", ""))
@@ -83,6 +83,11 @@ def _fingerprint_of(device: Device) -> str:
 def device_fingerprint(device: Device | None = None) -> str:
     """Names the kind of `device`: hosts with the same hardware share it, driver versions are not in it."""
     return _fingerprint_of(device or current_device())
+
+
+def _cores() -> int:
+    # Not every system can say which cores a process may use.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _vector_width() -> str:
@@ -105,7 +110,14 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     dtype = aval.dtype
     if isinstance(dtype, np.dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(aval.shape, dtype)
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=_typed_sharding(x, aval))
+
+
+def _typed_sharding(x: Any, aval: Any) -> Any:
+    """The sharding that is part of a type: that of explicit meshes; an automatic one may change at any time."""
+    sharding = getattr(x if isinstance(x, jax.ShapeDtypeStruct) else aval, "sharding", None)
+    explicit = isinstance(sharding, jax.NamedSharding) and any(axis is not None for axis in sharding.spec)
+    return sharding if explicit else None
 
 
 def describe(tree: Any) -> Any:

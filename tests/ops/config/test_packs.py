@@ -14,6 +14,7 @@ import pytest
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import layers, merging, packs, upkeep
 from ejkernel.ops.config.persistent import PersistentCache, StoreWarning
+from ejkernel.ops.config.store_files import host
 
 KEY = ("dev", "pkg.Op", "0123456789abcdef")
 
@@ -300,8 +301,6 @@ def test_prune_removes_litter_and_nothing_else(tmp_path):
         pass
     folder = tmp_path / "dev" / "op"
     (tmp_path / "empty" / "op").mkdir(parents=True)
-    from ejkernel.ops.config.store_files import host
-
     day_ago = time.time() - 2 * 86400
     litter = [folder / f".tmp-{host()}-{2**22 + 1}-aa", folder / ".tmp-00000000-1-bb"]
     litter.append(tmp_path / ".locks" / "old.lock")
@@ -315,7 +314,13 @@ def test_prune_removes_litter_and_nothing_else(tmp_path):
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == before
     assert set(upkeep.prune(tmp_path)) == set(litter)
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == before - set(litter)
-    assert not (tmp_path / "empty").exists()
+    # Folders that it did not empty are somebody else's.
+    assert (tmp_path / "empty" / "op").is_dir()
+    lonely = tmp_path / "lonely" / "op" / f".tmp-{host()}-{2**22 + 1}-ee"
+    lonely.parent.mkdir(parents=True)
+    lonely.write_text("")
+    assert upkeep.prune(tmp_path) == [lonely]
+    assert not (tmp_path / "lonely").exists()
     assert cache.get(*KEY) == Config()
 
 
@@ -342,7 +347,7 @@ def test_a_writer_survives_being_pruned(tmp_path, monkeypatch):
     def name_after_pruning(_):
         folder = tmp_path / "dev" / "op"
         if not pruned:
-            assert folder.is_dir()
+            (folder / f".tmp-{host()}-{2**22 + 1}-aa").write_text("")
             upkeep.prune(tmp_path)
             pruned.append(not folder.exists())
         return "name"

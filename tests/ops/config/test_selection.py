@@ -1,13 +1,24 @@
 """Which tier answers, and that functions which were jitted before notice when the answer changes."""
 
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, overlay_cache, policy_override
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    PersistentCache,
+    overlay_cache,
+    policy_override,
+)
+from ejkernel.ops.config.persistent import StoreWarning
 from ejkernel.ops.config.policy import PolicyError
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from tests.support import Plain, Scale, new_executor
@@ -154,13 +165,16 @@ def test_autotune_asks_the_tuner_once_and_remembers():
     assert executor.explain(kernel, X).tier == "memory"
 
 
-def test_eager_call_tunes_on_its_own_arguments_and_traced_call_on_shapes():
+def test_eager_call_tunes_on_its_own_arguments_and_traced_call_on_data_of_its_shapes():
     tuner = Halving()
     executor, kernel = new_executor(autotune=True, tuner=tuner), Counting()
     executor(kernel, X)
     np.testing.assert_array_equal(tuner.calls[0][0][0], X)
     jax.jit(lambda x: executor(kernel, x))(jnp.ones((5,)))
-    assert tuner.calls[1][0] == (jax.ShapeDtypeStruct((5,), jnp.float32),)
+    (made,) = tuner.calls[1][0]
+    assert (made.shape, made.dtype) == ((5,), jnp.float32)
+    assert not isinstance(made, jax.core.Tracer)
+    assert len(set(made.tolist())) > 1
     assert executor.choose_config(kernel, jnp.ones((6,))) == Scale(2)
     np.testing.assert_array_equal(tuner.calls[2][0][0], jnp.ones((6,)))
 
@@ -277,3 +291,114 @@ def test_anything_with_choose_can_replace_the_selector():
     assert executor.explain(Counting(), X).tier == "Always"
     with pytest.raises(TypeError, match=r"needs choose\(inv, kernel\), got int"):
         Executor(3)
+
+
+def test_put_reaches_a_function_that_an_overlay_had_answered_meanwhile(setting):
+    executor, _, key, factor = setting
+    executor.chooser.cache.put(*key, Scale(2))
+    assert factor() == (2, 2)
+    with overlay_cache({key: Scale(5)}):
+        assert factor() == (5, 5)
+    executor.chooser.cache.put(*key, Scale(5))
+    assert factor() == (5, 5)
+
+
+def test_put_during_a_lookup_is_not_lost():
+    class Racing(ConfigCache):
+        """Another thread's put lands right after the lookup."""
+
+        def get(self, *key):
+            found = super().get(*key)
+            if found is None and not getattr(self, "done", False):
+                self.done = True
+                (thread := threading.Thread(target=self.put, args=(*key, Scale(9)))).start()
+                thread.join()
+            return found
+
+    executor, kernel = Executor(ConfigSelectorChain(Racing())), Counting()
+    executor(kernel, X)
+    np.testing.assert_array_equal(executor(kernel, X), 9 * X)
+
+
+def test_configs_with_arrays_and_mutable_parts_are_compared_by_content():
+    class Table(Plain):
+        def run(self, x, *, cfg):
+            return x * float(cfg["table"][0])
+
+        def heuristic_cfg(self, inv):
+            return {"table": np.array([1.0])}
+
+    executor, kernel = new_executor(), Table("table")
+    key = executor.explain(kernel, X).key
+    for value in (2.0, 2.0, 3.0):
+        executor.chooser.cache.put(*key, {"table": np.array([value])})
+        np.testing.assert_array_equal(executor(kernel, X), value * X)
+
+
+def test_tuned_config_that_is_not_data_stays_in_memory_with_a_warning(tmp_path):
+    class Opaque:
+        def __init__(self, factor):
+            self.factor = factor
+
+    class Kernel(Counting):
+        def heuristic_cfg(self, inv):
+            return Opaque(1)
+
+        def config_space(self, inv):
+            return [Opaque(2)]
+
+    executor = new_executor(autotune=True, tuner=Halving(), persistent=PersistentCache(tmp_path))
+    with pytest.warns(StoreWarning, match="counting: the tuned config stays in memory"):
+        np.testing.assert_array_equal(executor(Kernel(), X), 2 * X)
+    np.testing.assert_array_equal(executor(Kernel(), X), 2 * X)
+
+
+def test_explain_says_that_a_frozen_policy_raises(setting):
+    executor, kernel, _, _ = setting
+    with policy_override(autotune="frozen"):
+        explanation = executor.explain(kernel, X)
+    assert (explanation.tier, explanation.cfg) == ("frozen", None)
+    assert "raises; the guess would be Scale(factor=1)" in str(explanation)
+
+
+def test_explicit_config_can_be_explained_and_compiled(setting):
+    executor, kernel, _, _ = setting
+    assert executor.explain(kernel, X, cfg=Scale(4)).tier == "explicit"
+    assert executor.choose_config(kernel, X, cfg=Scale(4)) == Scale(4)
+    np.testing.assert_array_equal(executor.compile(kernel, X, cfg=Scale(4))(X), 4 * X)
+
+
+def test_policy_override_refuses_what_has_no_policy(setting):
+    with pytest.raises(PolicyError, match=r"got Executor\. An executor's selector is its \.chooser"):
+        policy_override(setting[0], autotune=False)
+
+
+def test_replacing_the_default_executor_reaches_jitted_functions():
+    from ejkernel.ops import set_default_executor
+
+    kernel = Counting()
+    f = jax.jit(lambda x: kernel(x))
+    np.testing.assert_array_equal(f(X), X)
+    other = new_executor()
+    other.chooser.cache.put(*other.explain(kernel, X).key, Scale(6))
+    set_default_executor(other)
+    np.testing.assert_array_equal(f(X), 6 * X)
+
+
+@pytest.mark.parametrize("style", ["plain", "custom_vjp"])
+def test_data_that_a_call_was_tuned_on_is_not_kept(style):
+    from tests.support import CustomVjp
+
+    executor = new_executor(autotune=True, tuner=Halving())
+    executor.chooser.tuner.calls = _Forgetful()
+    x = jnp.ones((64,)) * 2
+    ref = weakref.ref(x)
+    executor({"plain": Plain, "custom_vjp": CustomVjp}[style](f"kept {style}"), x, x)
+    del x
+    gc.collect()
+    assert ref() is None
+
+
+class _Forgetful:
+    def append(self, item):
+        pass

@@ -1,11 +1,14 @@
 """The store as a tier of selection: persistent entries, staleness, nearest shapes, what frozen says about a miss."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, PersistentCache, policy_override
+from ejkernel.ops.config.persistent import StoreWarning
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from tests.support import OwnBackward, Plain, Scale
 
@@ -135,6 +138,26 @@ class TestTransfer:
         with policy_override(transfer=False):
             np.testing.assert_array_equal(jitted(X), X)
 
+    def test_entry_of_a_neighbour_reaches_a_function_that_was_guessing(self, tmp_path):
+        executor, store = new(tmp_path)
+        jitted = jax.jit(lambda x: executor(Shaped(), x))
+        np.testing.assert_array_equal(jitted(X), X)
+        put(executor, store, Scale(4), jnp.ones((16, 4)))
+        np.testing.assert_array_equal(jitted(X), 4 * X)
+        assert executor.choose_config(Shaped(), X) == Scale(4)
+
+    def test_symbolic_shapes_are_near_nothing(self, tmp_path):
+        executor, store = new(tmp_path)
+        put(executor, store, Scale(4), jnp.ones((16, 4)))
+        shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), jnp.float32)
+
+        class Any(Shaped):
+            def config_space(self, inv):
+                return [Scale(1)]
+
+        exported = jax.export.export(jax.jit(lambda x: executor(Any(), x)))(shape)
+        np.testing.assert_array_equal(exported.call(X), X)
+
     def test_space_of_axes_is_understood(self, tmp_path):
         class Axes(Shaped):
             def config_space(self, inv):
@@ -160,3 +183,20 @@ def test_frozen_miss_names_the_key_the_closest_entry_and_the_differing_fields(tm
     assert want[2] in text
     assert f"closest stored call is {near.call_key}:\n  args[0].shape: (16, 4) -> (8, 4)" in text
     np.testing.assert_array_equal(executor(Shaped(), jnp.ones((16, 4))), 2 * jnp.ones((16, 4)))
+
+
+def test_store_that_cannot_be_listed_is_left_out(tmp_path, monkeypatch):
+    executor, store = new(tmp_path)
+    put(executor, store, Scale(4), jnp.ones((16, 4)))
+    real = os.listdir
+
+    def refuse(path):
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.warns(StoreWarning, match="cannot be listed"):
+        np.testing.assert_array_equal(executor(Shaped(), X), X)
+    with pytest.warns(StoreWarning, match="cannot be listed"):
+        assert len(PersistentCache(tmp_path)) == 0

@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,3 +172,60 @@ def test_compiled_call_freezes_the_backwards_config_too():
     np.testing.assert_allclose(compiled(X, y), jnp.sin(X), rtol=1e-6)
     np.testing.assert_allclose(jax.grad(lambda x: compiled(x, y).sum())(X), jnp.cos(X), rtol=1e-6)
     np.testing.assert_allclose(executor(kernel, X, y), 9 * jnp.sin(X), rtol=1e-6)
+
+
+class TwoOutputs(Kernel):
+    """The backward loops over a cotangent, which must have the type that the output has."""
+
+    def run(self, x, *, cfg):
+        return x, 2 * x
+
+    def heuristic_cfg(self, inv):
+        return None
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        one, two = cotangents
+        total = jax.lax.scan(lambda c, _: (c + one, None), two, None, length=2)[0]
+        return (total,)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_cotangent_of_an_unused_output_has_the_type_of_the_output(kind):
+    executor = new_executor()
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh, spec = jax.make_mesh((4,), ("d",), axis_types=(kind,)), jax.sharding.PartitionSpec("d")
+    local = lambda x: jax.grad(lambda x: executor(TwoOutputs(), x)[0].sum())(x)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, spec))
+        got = jax.shard_map(local, in_specs=spec, out_specs=spec)(x)
+        np.testing.assert_array_equal(jax.device_get(got), 2 * np.ones(4))
+        np.testing.assert_array_equal(jax.device_get(jax.jit(local)(x)), 2 * np.ones(4))
+
+
+def test_compiled_call_has_the_gradient_of_the_call_where_backends_differ():
+    @dataclass(frozen=True)
+    class Cfg:
+        platform: str | None = None
+        factor: int = 1
+
+    class Backends(Kernel[Cfg, jax.Array]):
+        def heuristic_cfg(self, inv):
+            return Cfg("pallas")
+
+        def run_xla(self, x, *, cfg):
+            return x
+
+        run_pallas = run_xla
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return (cfg.factor * cotangents[0],)
+
+        def heuristic_cfg_vjp_xla(self, inv):
+            return Cfg(factor=100)
+
+        def heuristic_cfg_vjp_pallas(self, inv):
+            return Cfg(factor=7)
+
+    executor = new_executor()
+    for call in (lambda x: executor(Backends(), x), executor.compile(Backends(), X)):
+        np.testing.assert_array_equal(jax.grad(lambda x, call=call: call(x).sum())(X), jnp.full(4, 7.0))

@@ -174,6 +174,7 @@ def test_when_none_can_serve_one_error_lists_each_with_its_reason(pretend):
     }
     for text in ("ShapeDtypeStruct(shape=(4, 2)", "triton: needs fewer", "mosaic: only on Sundays"):
         assert text in str(caught.value)
+    assert isinstance(caught.value.__cause__, NotImplementedError)
 
 
 def test_forced_platform_that_cannot_serve_is_an_error_and_not_something_else():

@@ -1,5 +1,8 @@
 import copy
+import functools
+import gc
 import pickle
+import weakref
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Invocation, Kernel
+from ejkernel.ops import Invocation, Kernel, default_key_builder_with_sharding, registry
 from ejkernel.ops.core.kernel import KernelDefinitionError
 from tests.support import Plain, Scale, new_executor
 
@@ -124,12 +127,158 @@ def test_kernels_with_attributes_that_are_not_simple_are_themselves_alone():
     np.testing.assert_array_equal(executor(two, X * 3), X * 27)
 
 
-def test_a_kernel_that_changed_after_its_first_call_is_refused_when_it_is_traced_again():
+def test_assigning_an_attribute_makes_another_kernel():
     executor, kernel = new_executor(), Counted(2)
-    executor(kernel, X)
+    np.testing.assert_array_equal(executor(kernel, X * 3), X * 9)
     kernel.power = 3
-    with pytest.raises(KernelDefinitionError, match="attributes changed after the first call"):
-        executor(kernel, jnp.ones((5,)))
+    np.testing.assert_array_equal(executor(kernel, X * 3), X * 27)
+    # One that still is what the first was shares its programs, and is not confused by what became of the first.
+    other = Counted(2)
+    np.testing.assert_array_equal(executor(other, X * 3), X * 9)
+    np.testing.assert_array_equal(executor(other, jnp.full(5, 3.0)), jnp.full(5, 9.0))
+    kernel.power = [1]
+    kernel.run = lambda x, *, cfg: x + kernel.power[0]
+    np.testing.assert_array_equal(executor(kernel, X), X + 1)
+
+
+def test_kernel_may_take_notes_on_itself_while_it_is_traced():
+    class Noting(Bare):
+        def __init__(self):
+            super().__init__()
+            self.traces = 0
+
+        def run(self, x, *, cfg):
+            self.traces += 1
+            return x
+
+    executor, kernel = new_executor(), Noting()
+    for shape in ((2,), (2,), (3,), (3,), (2,)):
+        executor(kernel, jnp.ones(shape))
+    assert kernel.traces == 2
+
+
+def test_cached_properties_are_no_change():
+    class Cached(Counted):
+        @functools.cached_property
+        def exponent(self):
+            return self.power
+
+        def run(self, x, *, cfg):
+            type(self).traces += 1
+            return x**self.exponent
+
+    executor = new_executor()
+    Cached.traces = 0
+    for shape in ((2,), (3,)):
+        for _ in range(2):
+            np.testing.assert_array_equal(executor(Cached(2), jnp.full(shape, 3.0)), jnp.full(shape, 9.0))
+    assert Cached.traces == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted(Bare):
+    power: float
+
+    def run(self, x, *, cfg):
+        return x**self.power
+
+
+@dataclass(frozen=True)
+class Frozen(Bare):
+    power: float
+
+    def run(self, x, *, cfg):
+        return x**self.power
+
+
+@pytest.mark.parametrize("cls", [Slotted, Frozen])
+def test_kernels_may_be_dataclasses(cls):
+    executor = new_executor()
+    np.testing.assert_array_equal(executor(cls(2), X * 3), X * 9)
+    np.testing.assert_array_equal(executor(cls(3), X * 3), X * 27)
+    again = copy.copy(cls(3))
+    np.testing.assert_array_equal(executor(again, X * 3), X * 27)
+
+
+def test_kernels_and_executors_do_not_keep_each_other_alive():
+    kernel = Counted(2)
+    executors = [new_executor() for _ in range(3)]
+    for executor in executors:
+        executor(kernel, X)
+    alive = [weakref.ref(executor) for executor in executors]
+    del executors, executor
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
+    np.testing.assert_array_equal(new_executor()(kernel, X * 3), X * 9)
+    executor, other = new_executor(), Counted([2])
+    other.run = lambda x, *, cfg: x
+    executor(other, X)
+    ref = weakref.ref(other)
+    registry.clear()
+    del other
+    gc.collect()
+    assert ref() is None
+
+
+def test_explicit_configs_are_told_apart_by_the_types_of_their_fields():
+    class Typed(Bare):
+        def run(self, x, *, cfg):
+            return x * cfg.factor
+
+    executor, ints = new_executor(), jnp.arange(3)
+    for factor in (1, 1.0, True, 1):
+        got = executor(Typed(), ints, cfg=Scale(factor))
+        assert got.dtype == (ints * factor).dtype
+
+
+def test_explicit_config_counts_as_it_was_given():
+    class AnyConfig(Kernel):
+        def run(self, x, *, cfg):
+            return x * cfg["factor"]
+
+        def heuristic_cfg(self, inv):
+            return {"factor": 1}
+
+    executor, cfg = new_executor(), {"factor": 2}
+    np.testing.assert_array_equal(executor(AnyConfig(), X, cfg=cfg), 2 * X)
+    cfg["factor"] = 3
+    np.testing.assert_array_equal(executor(AnyConfig(), X, cfg=cfg), 3 * X)
+    np.testing.assert_array_equal(executor(AnyConfig(), jnp.ones(5), cfg={"factor": 2}), 2 * jnp.ones(5))
+
+
+@pytest.mark.parametrize("name", ["method", "attempt", "fixed", "first", "self_", "args", "kernel", "inv", "key"])
+def test_keyword_arguments_may_have_any_name(name):
+    class Keyword(Bare):
+        def run(self, x, *, cfg, **kwargs):
+            assert kwargs == {name: "static"}
+            return x
+
+        def fwd_with_residuals(self, x, *, cfg, **kwargs):
+            return self.run(x, cfg=cfg, **kwargs), None
+
+        def vjp(self, residuals, out, dout, x, *, cfg, **kwargs):
+            assert kwargs == {name: "static"}
+            return (3 * dout,)
+
+    executor, x = new_executor(), jnp.ones(3)
+    call = lambda x: executor(Keyword(), x, **{name: "static"})
+    np.testing.assert_array_equal(call(x), x)
+    np.testing.assert_array_equal(jax.grad(lambda x: call(x).sum())(x), 3 * x)
+    np.testing.assert_array_equal(executor.compile(Keyword(), x, **{name: "static"})(x, **{name: "static"}), x)
+    assert executor.explain(Keyword(), x, **{name: "static"}).cfg == Scale(1)
+
+
+def test_key_builder_may_be_a_plain_function_in_the_class_body():
+    class BySharding(Plain):
+        key_builder = default_key_builder_with_sharding
+
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    put = lambda *spec: jax.device_put(jnp.ones((4, 4)), jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    executor, kernel = new_executor(), BySharding("sharded")
+    with jax.set_mesh(mesh):
+        keys = [executor.explain(kernel, x, x).key for x in (put("d"), put(None, "d"), put(), put("d"))]
+    assert keys[0] == keys[3]
+    assert len(set(keys)) == 3
 
 
 def test_kernels_copy_and_pickle_without_their_programs():

@@ -39,12 +39,14 @@ CASES = {
     "empty": (((), {}, []), {}),
     "no arrays": ((1, "a"), {}),
     "key": ((jax.random.key(0).reshape(1),), {}),
+    "refs": ((X, jax.new_ref(X)), {"options": {"mode": "x"}}),
     "scalar arrays": ((jnp.float32(1), jnp.asarray(True), jnp.asarray(2.0)), {}),
 }
 
 
 def strip(tree):
-    return jax.tree.map(lambda x: "array" if isinstance(x, (jax.Array, np.ndarray, np.generic)) else x, tree)
+    arrays = (jax.Array, np.ndarray, np.generic, jax.Ref)
+    return jax.tree.map(lambda x: "array" if isinstance(x, arrays) else x, tree)
 
 
 class Echo(Kernel[Scale, jax.Array]):

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.support import STYLES, new_executor, reference
+from tests.support import STYLES, new_executor, reference_of
 
 SHAPE = (4, 8)
 
@@ -255,7 +255,7 @@ TRANSFORMATIONS = [
 def test_call_equals_plain_jax(transform, style):
     executor, kernel = new_executor(), style()
     x, y = inputs()
-    same(transform(lambda x, y: executor(kernel, x, y))(x, y), transform(reference)(x, y))
+    same(transform(lambda x, y: executor(kernel, x, y))(x, y), transform(reference_of(style))(x, y))
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
@@ -266,7 +266,7 @@ def test_compiled_call_equals_plain_jax(transform, style):
     executor, kernel = new_executor(), style()
     x, y = inputs()
     compiled = executor.compile(kernel, x, y)
-    same(transform(compiled)(x, y), transform(reference)(x, y))
+    same(transform(compiled)(x, y), transform(reference_of(style))(x, y))
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
@@ -276,7 +276,7 @@ def test_explicit_config_equals_plain_jax(transform, style):
 
     executor, kernel = new_executor(), style()
     x, y = inputs()
-    same(transform(lambda x, y: executor(kernel, x, y, cfg=Scale(1)))(x, y), transform(reference)(x, y))
+    same(transform(lambda x, y: executor(kernel, x, y, cfg=Scale(1)))(x, y), transform(reference_of(style))(x, y))
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
@@ -287,7 +287,9 @@ def test_x64(transform, style):
         x, y = inputs(jnp.float64)
         got = transform(lambda x, y: executor(kernel, x, y))(x, y)
         assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(got))
-        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-12), got, transform(reference)(x, y))
+        jax.tree.map(
+            lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-12), got, transform(reference_of(style))(x, y)
+        )
 
 
 def equations(jaxpr, depth=0):

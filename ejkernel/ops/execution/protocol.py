@@ -1,0 +1,43 @@
+"""Tuners of other people's making: anything with `autotune(make_fn, args, kwargs, candidates) -> cfg`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ejkernel.ops.config import context
+from ejkernel.ops.config.selection import Tuner, candidates
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.execution.problem import from_call
+from ejkernel.ops.execution.workers import run_outside
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a foreign tuner says: a config, of which it must have measured what it needs."""
+
+    cfg: Any
+    complete: bool = True
+    measurement: str = "by another tuner"
+    candidates: tuple[Any, ...] = (None,)
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Nothing is known but who chose."""
+        return {"timer": "unknown", "chosen": self.measurement}
+
+
+@dataclass(frozen=True)
+class ProtocolTuner:
+    """Gives a foreign tuner what ours has: concrete data, and a thread in which nothing is being traced."""
+
+    tuner: Tuner
+
+    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **_: Any) -> Chosen:
+        """The foreign tuner's choice; stores and seeds are not for it."""
+
+        def run() -> Any:
+            problem = from_call(inv, kernel)
+            return self.tuner.autotune(problem.make_fn, problem.args, problem.kwargs, candidates(inv, kernel))
+
+        return Chosen(run_outside(run, contexts=[context.same_scope()]))
