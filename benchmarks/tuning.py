@@ -7,6 +7,7 @@ follow one that does not? A last race among all winners tells.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -222,13 +223,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the table to this file as well")
     options = parser.parse_args()
     tunings = options.tunings or (10 if options.gpu else 20)
+    before = os.getloadavg()[0]
     table = (gpu if options.gpu else cpu)(tunings, options.isolation)
     device = jax.devices()[0]
     head = [
         f"# Tuning {f'a bf16 {SIZE}³ matrix product' if options.gpu else 'twelve steps'} on {device.device_kind}",
         "",
-        f"`python benchmarks/tuning.py {' '.join(sys.argv[1:])}` on {date.today()}; JAX {jax.__version__}, "
-        f"Python {sys.version.split()[0]}.",
+        f"`python benchmarks/tuning.py{' --gpu' if options.gpu else ''} --tunings {tunings} --isolation "
+        f"{options.isolation}` on {date.today()}; JAX {jax.__version__}, Python {sys.version.split()[0]}; host with "
+        f"{os.cpu_count()} cores at a load of {before:.1f} before and {os.getloadavg()[0]:.1f} after.",
         "",
     ]
     text = "\n".join([*head, *table]) + "\n"

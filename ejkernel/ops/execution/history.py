@@ -12,8 +12,11 @@ from ejkernel.ops.config.provenance import collect
 from ejkernel.ops.execution.bench import Rejected
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.serialize import encode_cfg
+from ejkernel.ops.utils.source import source_hash
 
-_COMPARABLE = ("jax", "jaxlib", "driver", "kernel_source")
+_COMPARABLE = ("jax", "jaxlib", "driver")
+_SPACE = ("config_space", "candidate_cfgs", "heuristic_cfg")
+"""Methods that say what to try, and change nothing about what was tried."""
 
 
 def cfg_id(cfg: Any) -> str:
@@ -64,8 +67,9 @@ class History:
         self._store = store
         self._key = key
         self._limits = dict(limits or {})
-        found = collect(kernel)
-        self._at = short_hash([*(found.get(name) for name in _COMPARABLE), aim])
+        found = collect()
+        source = None if kernel is None else source_hash(kernel, skip=_SPACE)
+        self._at = short_hash([*(found.get(name) for name in _COMPARABLE), source, aim])
         records = store.read_trials(key) if store is not None else []
         self._records = [record for record in records if record.get("at") == self._at]
         self.rejected = {

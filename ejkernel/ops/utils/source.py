@@ -15,22 +15,25 @@ from typing import Any
 
 _FRAMEWORK = "ejkernel.ops."  # Its changes are told by the version of ejkernel.
 
-_hashes: weakref.WeakKeyDictionary[type, str | None] = weakref.WeakKeyDictionary()
+_Skip = tuple[str, ...]
+_hashes: weakref.WeakKeyDictionary[type, dict[_Skip, str | None]] = weakref.WeakKeyDictionary()
 
 
-def source_hash(item: Any) -> str | None:
+def source_hash(item: Any, *, skip: _Skip = ()) -> str | None:
     """16 hex digits for the code of a class, given itself or as an instance.
 
     Covers its bases, and what they name of the same package: global functions and classes, and modules imported inside
-    a function. None if the source is not to be had (a class typed into a prompt).
+    a function. Methods whose names begin with one of `skip` are left out. None if the source is not to be had (a class
+    typed into a prompt).
     """
     cls = item if isinstance(item, type) else type(item)
-    if cls not in _hashes:
-        _hashes[cls] = _hash(cls)
-    return _hashes[cls]
+    known = _hashes.setdefault(cls, {})
+    if skip not in known:
+        known[skip] = _hash(cls, skip)
+    return known[skip]
 
 
-def _hash(cls: type) -> str | None:
+def _hash(cls: type, skip: _Skip) -> str | None:
     package = cls.__module__.partition(".")[0]
     code: dict[Any, str] = {}
     waiting: list[Any] = [c for c in cls.__mro__ if _is_ours(c, package)]
@@ -39,21 +42,23 @@ def _hash(cls: type) -> str | None:
         if item in code:
             continue
         try:
-            code[item] = normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item))
+            code[item] = normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item), skip)
         except (OSError, TypeError, SyntaxError):
             if item is cls:
                 return None
             continue
         if not isinstance(item, Path):
-            waiting += _referred(item, package)
+            waiting += _referred(item, package, skip)
     # Without names and in order of content: moving a module is not a change.
     return hashlib.sha256("\n".join(sorted(code.values())).encode()).hexdigest()[:16]
 
 
-def normal(source: str) -> str:
-    """Code as text that is equal for equal syntax trees, in every Python version."""
+def normal(source: str, skip: _Skip = ()) -> str:
+    """Code as text that is equal for equal syntax trees, in every Python version; without the methods in `skip`."""
     tree = ast.parse(textwrap.dedent(source))
     for node in ast.walk(tree):
+        if skip and isinstance(node, ast.ClassDef):
+            node.body = [n for n in node.body if not (isinstance(n, ast.FunctionDef) and n.name.startswith(skip))]
         documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
         if documented and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
@@ -75,8 +80,8 @@ def _is_ours(item: Any, package: str) -> bool:
     return module.partition(".")[0] == package and not f"{module}.".startswith(_FRAMEWORK)
 
 
-def _referred(item: Any, package: str) -> Iterator[Any]:
-    for function in _functions(item):
+def _referred(item: Any, package: str, skip: _Skip) -> Iterator[Any]:
+    for function in _functions(item, skip):
         names = set(_names(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
@@ -88,8 +93,9 @@ def _referred(item: Any, package: str) -> Iterator[Any]:
         yield from _imported_inside(names, package)
 
 
-def _functions(item: Any) -> Iterator[types.FunctionType]:
-    for value in vars(item).values() if isinstance(item, type) else [item]:
+def _functions(item: Any, skip: _Skip) -> Iterator[types.FunctionType]:
+    members = vars(item).items() if isinstance(item, type) else [("", item)]
+    for value in (value for name, value in members if not (skip and name.startswith(skip))):
         function = _unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
         if isinstance(function, types.FunctionType):
             yield function

@@ -1,5 +1,8 @@
 """What is left of a tuning, and which of it counts later."""
 
+import importlib.util
+import sys
+
 import pytest
 
 from ejkernel.ops import PersistentCache
@@ -90,3 +93,37 @@ def test_history_without_a_store_is_kept_for_the_tuning():
     history.start_race(["a", "b"], "wall")
     history.add_round({"a": 1.0, "b": 2.0})
     assert len(history.start_race(["a"], "wall")) == 1
+
+
+def test_longer_candidate_list_keeps_what_is_known_and_another_computation_does_not(tmp_path, monkeypatch):
+    source = """
+from ejkernel.ops import Kernel
+from tests.tuning_kernels import Work
+
+def more():
+    return {more}
+
+class Edited(Kernel[Work, object]):
+    def run(self, x, *, cfg):
+        return {run}
+
+    def heuristic_cfg(self, inv):
+        return Work(1)
+
+    def config_space(self, inv):
+        return [Work(1), *more()]
+"""
+
+    def at(folder, **parts):
+        path = tmp_path / folder / "edited.py"
+        path.parent.mkdir()
+        path.write_text(source.format(**parts))
+        spec = importlib.util.spec_from_file_location("edited", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "edited", module)
+        spec.loader.exec_module(module)
+        return History(PersistentCache(tmp_path / "store"), KEY, module.Edited())
+
+    at("one", more="[]", run="2 * x").decide(Decided(winner="a"))
+    assert at("two", more="[Work(2)]", run="2 * x").decided is not None
+    assert at("three", more="[]", run="x + x").decided is None
