@@ -15,28 +15,13 @@ def main(args: list[str] | None = None) -> None:
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
         try:
-            app()(args=args, prog_name="ejkernel")
+            # Imported here: `import ejkernel.cli` is free.
+            from ejkernel.cli.app import app
+
+            app(args=args, prog_name="ejkernel")
         except (EjkernelError, OSError) as e:
             print(f"error: {e}", file=sys.stderr)
             sys.exit(2)
-
-
-def app() -> Any:
-    """The typer application, put together when it is needed: `import ejkernel.cli` is free."""
-    import typer
-
-    from ejkernel.cli import cache, tune
-
-    root = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    root.callback()(_root)
-    root.command()(tune.tune)
-    root.command()(tune.labels)
-    root.add_typer(cache.app, name="cache")
-    return root
-
-
-def _root() -> None:
-    """Operations that find, prove and remember their fastest configuration."""
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ejkernel.cli.output import print_json, print_json_list, print_table, short_arguments, short_cfg
+from ejkernel.cli.store import open_store
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import layers, merging, packs, upkeep
 from ejkernel.ops.config.entry import StoredEntry
@@ -19,7 +19,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 
 app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")
 
-Store = Annotated[Path | None, typer.Option(help="Directory of the store, instead of the default one.")]
+Store = Annotated[str | None, typer.Option(help="Directory of the store, instead of the default one.")]
 Device = Annotated[str | None, typer.Option(help="Only entries of this device.")]
 Op = Annotated[str | None, typer.Option(help="Only entries of this op.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -38,7 +38,7 @@ class Keep(enum.StrEnum):
 @app.command()
 def path(store: Store = None, as_json: AsJson = False) -> None:
     """Print where the store is."""
-    cache = PersistentCache(store)
+    cache = open_store(store)
     if as_json:
         used = [*packs.from_environment(), *packs.from_packages()] if store is None else []
         print_json({"path": str(cache.path), "exists": cache.path.is_dir(), "packs": used})
@@ -49,7 +49,7 @@ def path(store: Store = None, as_json: AsJson = False) -> None:
 @app.command()
 def ls(store: Store = None, device: Device = None, op: Op = None, as_json: AsJson = False) -> None:
     """List entries, those of packs too."""
-    found = PersistentCache(store).entries(device, op)
+    found = open_store(store).entries(device, op)
     if as_json:
         print_json_list(_data(entry) for entry in found)
         return
@@ -66,7 +66,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show everything about one entry; exit code 1 if there is none, 2 if there are several."""
-    cache = PersistentCache(store)
+    cache = open_store(store)
     found = [entry for entry in cache.entries(device, op) if entry.place.call_key.startswith(call_key)]
     if len(found) != 1:
         print(f"{len(found)} entries have a call key that begins with {call_key!r}.", file=sys.stderr)
@@ -88,7 +88,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare configs key by key; exit code 1 if they differ."""
-    cache = PersistentCache(store)
+    cache = open_store(store)
     other = layers.entries_of(right) if right is not None else _own(cache)
     found = merging.differences(layers.entries_of(left), other)
     if as_json:
@@ -110,7 +110,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the entries of the store into a pack."""
-    found = list(_own(PersistentCache(store), device, op))
+    found = list(_own(open_store(store), device, op))
     if target == "-":
         sys.stdout.writelines(packs.to_text(found, name or "store"))
         return
@@ -126,7 +126,7 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Copy entries of packs into the store."""
-    cache = PersistentCache(store)
+    cache = open_store(store)
     merged = merging.merge(layers.entries_of(source) for source in sources)
     done = merging.add_all(cache, merged.values(), keep.value)
     if cache.in_memory:
@@ -155,7 +155,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check every entry; exit code 1 if one is wrong."""
-    root = PersistentCache(store).path
+    root = open_store(store).path
     nothing_yet = source is None and not root.exists()
     found = [] if nothing_yet else list(upkeep.verify(root if source is None else source))
     if as_json:
@@ -170,7 +170,7 @@ def verify(
 def prune(
     store: Store = None,
     older_than: Annotated[
-        float | None, typer.Option(help="Also entries measured more than this many days ago.")
+        float | None, typer.Option(min=0, help="Also entries measured more than this many days ago.")
     ] = None,
     broken: Annotated[
         bool, typer.Option("--broken", help="Also entries that cannot be read, or were set aside for that.")
@@ -179,7 +179,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove what crashed writers left, and locks of long ago."""
-    gone = upkeep.prune(PersistentCache(store).path, older_than_days=older_than, broken=broken, dry_run=dry_run)
+    gone = upkeep.prune(open_store(store).path, older_than_days=older_than, broken=broken, dry_run=dry_run)
     if as_json:
         print_json([str(p) for p in gone])
         return

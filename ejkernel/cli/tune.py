@@ -12,6 +12,7 @@ import typer
 
 from ejkernel.cli.arguments import parse_arrays, parse_settings
 from ejkernel.cli.output import print_json, print_table, short_arguments
+from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
 from ejkernel.ops.config import packs
@@ -49,7 +50,7 @@ def tune(
     budget: Annotated[float | None, typer.Option(help="Seconds a call may take to tune.")] = None,
     isolation: Annotated[Isolation, typer.Option(help="Where candidates run.")] = Isolation.process,
     out: Annotated[Path | None, typer.Option(help="Write the results as a pack, too.")] = None,
-    store: Annotated[Path | None, typer.Option(help="Directory of the store, instead of the default one.")] = None,
+    store: Annotated[str | None, typer.Option(help="Directory of the store, instead of the default one.")] = None,
     executor: Annotated[
         str | None, typer.Option(help="Spread the calls: dask://host:port, or module:factory of an Executor.")
     ] = None,
@@ -66,7 +67,7 @@ def tune(
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
     """
     calls, missing = _calls(target, specs_file, args, settings or [])
-    cache = PersistentCache(store)
+    cache = open_store(store)
     tuner = {"budget_s": budget, "isolation": str(isolation)}
     outcomes = _tune_here(cache, calls, tuner) if executor is None else _tune_there(cache, calls, tuner, executor)
     rows, failed = _show(outcomes, as_json), list(missing)

@@ -92,3 +92,19 @@ def test_settings_are_json_or_text():
     assert parse_settings(["a=true", "b=1.5", "c=text", "d=[1, 2]", "e="]) == {
         "a": True, "b": 1.5, "c": "text", "d": [1, 2], "e": "",
     }  # fmt: skip
+
+
+def test_version_is_printed(capsys):
+    import ejkernel as package
+
+    code, out, _ = ejkernel(capsys, "--version")
+    assert (code, out) == (0, f"ejkernel {package.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("store", "message"), [("s3://bucket/x", "path must be a local directory"), (__file__, "is a file; a store is a")]
+)
+def test_store_must_be_a_local_directory(capsys, store, message):
+    code, _, err = ejkernel(capsys, "cache", "ls", "--store", store)
+    assert code == 2
+    assert message in err

@@ -50,6 +50,7 @@ class Kernel(Generic[Cfg, Out]):
     in place, or while it is being traced, does not.
     """
 
+    _ejkernel_programs: dict[Any, Any]
     version: str = "0"
     key_builder: Callable[[Invocation[Cfg, Out]], str] | None = None
     jit: bool = True

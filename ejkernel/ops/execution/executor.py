@@ -98,7 +98,8 @@ class Executor:
     def __call__(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """Runs `kernel` on the arguments, with `cfg` or with the config that the chooser gives."""
         try:
-            program = kernel.__dict__[PROGRAMS][self._key]()[cfg]
+            # By attribute, not by PROGRAMS in __dict__: it is the one line that every call pays for.
+            program = kernel._ejkernel_programs[self._key]()[cfg]
         except (KeyError, TypeError, AttributeError):
             program = self._program(kernel, cfg)
         if program.cfg is not cfg:
