@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, load_vector
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
 _SMS = 132
@@ -251,8 +252,12 @@ def _kernel(
             if band.kv_len % block_kv:
                 s = jnp.where(cols < band.kv_len - col, s, -jnp.inf)
             if segment_refs:
-                q_ids = load_vector(segment_refs[0].at[batch, pl.ds(row, WGMMA_ROWS)], layout=_ROWS, optimized=False)
-                kv_ids = load_vector(segment_refs[1].at[batch, pl.ds(col, block_kv)], layout=_COLS, optimized=False)
+                q_ids = load_with_layout(
+                    segment_refs[0].at[batch, pl.ds(row, WGMMA_ROWS)], layout=_ROWS, optimized=False
+                )
+                kv_ids = load_with_layout(
+                    segment_refs[1].at[batch, pl.ds(col, block_kv)], layout=_COLS, optimized=False
+                )
                 same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(kv_ids, s.shape, [1])
                 s = jnp.where(same, s, -jnp.inf)
             return s

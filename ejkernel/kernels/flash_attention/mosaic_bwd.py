@@ -19,12 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig, default_backward
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, load_vector
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
 _SMS = 132
@@ -246,8 +247,10 @@ def _kernel(
             if band.lower is not None:
                 s = jnp.where(queries <= bound(band.lower), s, -jnp.inf)
             if segment_refs:
-                q_ids = load_vector(segment_refs[0].at[batch, pl.ds(row, block_q)], layout=_COLS, optimized=False)
-                kv_ids = load_vector(segment_refs[1].at[batch, pl.ds(col, WGMMA_ROWS)], layout=_ROWS, optimized=False)
+                q_ids = load_with_layout(segment_refs[0].at[batch, pl.ds(row, block_q)], layout=_COLS, optimized=False)
+                kv_ids = load_with_layout(
+                    segment_refs[1].at[batch, pl.ds(col, WGMMA_ROWS)], layout=_ROWS, optimized=False
+                )
                 same = lax.broadcast_in_dim(kv_ids, s.shape, [0]) == along_queries(q_ids)
                 s = jnp.where(same, s, -jnp.inf)
             return s
@@ -297,11 +300,11 @@ def _kernel(
                         capped = lax.cond(
                             needs_mask(own_col, row), lambda x: unseen(x, batch, own_col, row), lambda x: x, capped
                         )
-                    lse = load_vector(lse_smem.at[slot], layout=_COLS)
+                    lse = load_with_layout(lse_smem.at[slot], layout=_COLS)
                     p = jnp.exp2(capped * exponent_scale - along_queries(lse))
                     p = lax.optimization_barrier(p)
                     dp = mma.result(dp_acc)
-                    ds = p * (dp - along_queries(load_vector(delta_smem.at[slot], layout=_COLS)))
+                    ds = p * (dp - along_queries(load_with_layout(delta_smem.at[slot], layout=_COLS)))
                     if soft_cap is not None:
                         ds = ds * (1.0 - t * t)
                     return p.astype(q_ref.dtype), ds.astype(q_ref.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ejkernel._compat import mosaic_kernels_take_refs
 from ejkernel.kernels.flash_attention.config import default_backward, default_forward
 
 _HEAD_DIMS = (64, 128, 256)
@@ -49,5 +50,7 @@ def unsupported(
 
 def unsupported_backward(head_dim: int) -> str | None:
     """Returns why there is no backward pass at `head_dim`, or `None` if there is one."""
+    if not mosaic_kernels_take_refs():
+        return "no backward pass on JAX 0.10: its Mosaic GPU kernels cannot add to an array in place"
     reason = default_backward(head_dim).unfit(head_dim)
     return None if reason is None else f"no backward pass at head dim {head_dim}: {reason}"

@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # What decorates these in JAX hides their signatures from type checkers.
 layout_cast: Any = plgpu.layout_cast
-load_vector: Any = plgpu.load
 inline_mgpu: Any = plgpu.inline_mgpu
 
 
