@@ -39,6 +39,16 @@ def test_candidates_run_in_a_process_of_their_own_by_default(capsys, tmp_path):
     assert row["measurement"]["median_ms"] > 0
 
 
+def test_calls_are_spread_over_an_executor(capsys, tmp_path):
+    code, out, err = ejkernel(
+        capsys, "tune", "tests.offline_program:Mixer", "--args", "f32[1,4,8]", "--store", tmp_path,
+        "--isolation", "thread", "--executor", "tests.ops.execution.test_fleet:make_executor",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "Rows(rows=" in out
+    assert len(PersistentCache(tmp_path)) == 1
+
+
 def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):
     x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
     from ejkernel.ops import Invocation
