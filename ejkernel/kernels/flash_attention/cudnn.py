@@ -1,0 +1,77 @@
+"""cuDNN's flash attention, through `jax.nn.dot_product_attention`.
+
+What JAX offers in public of the log-sum-exp is rounded to 16 bits, too coarse for a backward. So cuDNN's forward and
+backward are a pair: the forward keeps what JAX's own differentiation of it needs, and a backward after another
+implementation's forward runs cuDNN's forward once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+
+Array = jax.Array
+
+
+def unsupported(query: Any, key: Any, value: Any, extras: Extras, rules: Rules) -> str | None:
+    """Why cuDNN cannot serve a call; None if it can."""
+    given = [name for name, x in extras._asdict().items() if x is not None]
+    if given:
+        return f"cuDNN is not given {', '.join(given)}: rows that see nothing, or gradients, would be wrong"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN takes bfloat16 and float16, got {query.dtype}"
+    if rules.soft_cap is not None or not rules.normalize or rules.logits_dtype != "float32":
+        return "cuDNN has no soft cap, no unnormalised output and float32 logits only"
+    return _misfit(query, key, value) or _unbanded(query, key, rules)
+
+
+def _misfit(query: Any, key: Any, value: Any) -> str | None:
+    head_dim, most = query.shape[3], 256 if _capability() >= (9, 0) else 128
+    if value.shape[3] != head_dim:
+        return f"cuDNN needs equal head dims, got {head_dim} and {value.shape[3]}"
+    if head_dim % 8 or head_dim > most:
+        return f"cuDNN needs a head dim that is a multiple of 8 and at most {most} here, got {head_dim}"
+    if 0 in (query.size, key.size):
+        return "cuDNN takes no empty arrays"
+    return None
+
+
+def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
+    """Why cuDNN's own masks cannot express the bounds of a call."""
+    if rules.upper not in (None, 0) or (rules.upper is None and rules.lower is not None):
+        return "cuDNN masks are causal from the first query on"
+    if rules.lower is not None and (rules.lower > 0 or query.shape[1] != key.shape[1]):
+        return "cuDNN windows need equal lengths of query and key"
+    return None
+
+
+def _capability() -> tuple[int, int]:
+    device = jax.local_devices()[0]
+    text = getattr(device, "compute_capability", "0.0")
+    major, _, minor = str(text).partition(".")
+    return int(major), int(minor or 0)
+
+
+def forward(query: Array, key: Array, value: Array, rules: Rules) -> Array:
+    """Returns the output."""
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=rules.scale,
+        is_causal=rules.upper == 0,
+        local_window_size=None if rules.lower is None else (-rules.lower, 0),
+        implementation="cudnn",
+    )
+
+
+def forward_and_pull(
+    query: Array, key: Array, value: Array, rules: Rules
+) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
+    """Returns the output and the function, a pytree, from its gradient to those of query, key and value."""
+    return jax.vjp(lambda q, k, v: forward(q, k, v, rules), query, key, value)

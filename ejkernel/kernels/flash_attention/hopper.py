@@ -1,0 +1,92 @@
+"""The Hopper kernels as one of the implementations: what they serve, and their logarithms to base 2 as natural ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.flash_attention import masks
+from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.config import (
+    MosaicBwdConfig,
+    MosaicFwdConfig,
+    backward_space,
+    default_backward,
+    default_forward,
+    forward_space,
+)
+from ejkernel.kernels.flash_attention.mosaic_support import unsupported as unsupported_arrays
+
+Array = jax.Array
+
+
+def unsupported(
+    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, *, backward: bool, compute_capability: str
+) -> str | None:
+    """Why the Hopper kernels cannot serve a call; None if they can."""
+    for name in ("bias", "mask", "q_positions", "dropout_seed"):
+        if getattr(extras, name) is not None:
+            return f"this kernel takes no {name}"
+    if not rules.normalize or rules.logits_dtype != "float32" or rules.precision is not None:
+        return "this kernel normalises its output, keeps logits in float32 and has one precision"
+    if 0 in (query.size, key.size):
+        return "this kernel takes no empty arrays"
+    facts = {"backward": backward, "scale": rules.scale, "compute_capability": compute_capability}
+    return unsupported_arrays(query, key, value, **facts)
+
+
+def forward_configs(head_dim: int, *, full: bool) -> list[MosaicFwdConfig]:
+    """The guess, then the others."""
+    return list(dict.fromkeys([default_forward(head_dim, full=full), *forward_space(head_dim)]))
+
+
+def backward_configs(head_dim: int) -> list[MosaicBwdConfig]:
+    """The guess, then the others."""
+    return list(dict.fromkeys([default_backward(head_dim), *backward_space(head_dim)]))
+
+
+def forward(
+    query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: MosaicFwdConfig | None = None
+) -> tuple[Array, Array]:
+    """Returns the output and the log-sum-exp [batch, heads, q]."""
+    from ejkernel.kernels.flash_attention.mosaic import flash_attention_forward
+
+    out, lse = flash_attention_forward(query, key, value, cfg=params, **_rules(extras, rules))
+    # Some configs round the length up to whole tiles.
+    lse = lse[:, :, : query.shape[1]] * jnp.float32(math.log(2.0))
+    return masks.with_sinks(out, lse, extras.softmax_aux)
+
+
+def backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    extras: Extras,
+    rules: Rules,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    params: MosaicBwdConfig | None = None,
+    *,
+    out: Array,
+) -> tuple[Array, Array, Array, None]:
+    """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
+    from ejkernel.kernels.flash_attention.mosaic_bwd import flash_attention_backward
+
+    lse = lse * jnp.float32(math.log2(math.e))
+    grads = flash_attention_backward(query, key, value, out, lse, dout, cfg=params, **_rules(extras, rules))
+    return *grads, None
+
+
+def _rules(extras: Extras, rules: Rules) -> dict[str, Any]:
+    return {
+        "scale": rules.scale,
+        "lower": rules.lower,
+        "upper": rules.upper,
+        "soft_cap": rules.soft_cap,
+        "q_segment_ids": extras.q_segment_ids,
+        "kv_segment_ids": extras.kv_segment_ids,
+    }

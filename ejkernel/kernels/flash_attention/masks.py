@@ -1,0 +1,110 @@
+"""What every implementation does to a tile of scores, written once: positions, masks, dropout, sinks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.flash_attention.arguments import Rules
+
+Array = jax.Array
+
+
+def may_see(rows: Any, cols: Any, rules: Rules) -> Any:
+    """Which of the queries at `rows` see the keys at `cols`, which broadcast together; None if all do."""
+    seen = None
+    if rules.upper is not None:
+        seen = cols <= rows + rules.upper
+    if rules.lower is not None:
+        inside = cols >= rows + rules.lower
+        seen = inside if seen is None else seen & inside
+    return seen
+
+
+def kept(seed: Any, head: Any, rows: Any, cols: Any, prob: float) -> Any:
+    """Which weights dropout keeps: a hash of where a weight is, so that every tiling drops the same ones.
+
+    `head` counts heads over the batch. All are integers that broadcast together.
+    """
+    u32 = lambda x: jnp.asarray(x).astype(jnp.uint32)
+    line = _mixed(u32(seed) + u32(head) * jnp.uint32(0x9E3779B9))
+    line = _mixed(line ^ (u32(rows) * jnp.uint32(0x85EBCA6B)))
+    bits = _mixed(line + u32(cols) * jnp.uint32(0xC2B2AE35))
+    return bits >= jnp.uint32(min(round(prob * 2**32), 2**32 - 1))
+
+
+def _mixed(x: Any) -> Any:
+    """Every bit of the result depends on every bit of `x`."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def with_sinks(out: Array, lse: Array, aux: Array | None) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a softmax that also had the sinks `aux` among its logits.
+
+    `out` is [batch, q, heads, dim], `lse` [batch, heads, q] with +inf for rows that see nothing.
+    """
+    if aux is None:
+        return out, lse
+    sink = jax.nn.logsumexp(aux.astype(lse.dtype), axis=1)[None, :, None]
+    seen = jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
+    total = jnp.logaddexp(seen, sink)
+    share = jnp.exp(seen - total).swapaxes(1, 2)[..., None]
+    return (out.astype(lse.dtype) * share).astype(out.dtype), total
+
+
+def sinks_gradient(lse: Array, delta: Array, aux: Array) -> Array:
+    """Gradient of the sinks; `delta` is the sum of output times its gradient a row, [batch, heads, q] like `lse`."""
+    weights = jnp.exp(aux.astype(lse.dtype)[None, :, :, None] - lse[:, :, None, :])
+    return -jnp.sum(weights * delta[:, :, None, :], axis=(0, 3)).astype(aux.dtype)
+
+
+def row_products(out: Array, dout: Array, dtype: Any) -> Array:
+    """The sum of output times its gradient a row, as [batch, heads, q]."""
+    return jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1).swapaxes(1, 2)
+
+
+def accumulator(dtype: Any) -> Any:
+    """What sums are kept in: float32, or float64 for float64 arguments."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+class Spans(NamedTuple):
+    """Which blocks of keys a block of queries needs, in numbers of blocks; those from `clear` on are not masked."""
+
+    start: Any
+    clear: Any
+    clear_end: Any
+    end: Any
+    blocks: int
+
+    def loops(self) -> list[tuple[Any, Any, bool]]:
+        """(from, to, whether masked), in order, without those that are known to be empty."""
+        loops = [(self.start, self.clear, True), (self.clear, self.clear_end, False), (self.clear_end, self.end, True)]
+        return [(lo, hi, masked) for lo, hi, masked in loops if lo is not hi and not _known_empty(lo, hi)]
+
+
+def _known_empty(lo: Any, hi: Any) -> bool:
+    return isinstance(lo, int) and isinstance(hi, int) and lo >= hi
+
+
+def spans(first: Any, rows: int, cols: int, length: int, lower: int | None, upper: int | None) -> Spans:
+    """Blocks of `cols` keys, of `length` in all, for queries `first` to `first + rows`; `first` is an int32."""
+    blocks = max(-(-length // cols), 1)
+    last = first + (rows - 1)
+    start = 0 if lower is None else jnp.minimum(_blocks(first + lower, cols), blocks)
+    end = blocks if upper is None else jnp.clip(_blocks(last + upper + cols, cols), start, blocks)
+    clear = start if lower is None else jnp.clip(_blocks(last + lower + (cols - 1), cols), start, end)
+    # Blocks behind `whole` reach over the end of the sequence.
+    whole = length // cols
+    clear_end = whole if upper is None else jnp.minimum(_blocks(first + upper + 1, cols), whole)
+    clear_end = clear_end if lower is None and upper is None else jnp.clip(clear_end, clear, end)
+    return Spans(start, clear, clear_end, end, blocks)
+
+
+def _blocks(place: Array, block: int) -> Array:
+    """The block that `place` is in; 0 for places before the first."""
+    return jax.lax.div(jnp.maximum(place, 0), jnp.int32(block))

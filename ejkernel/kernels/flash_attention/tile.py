@@ -1,0 +1,135 @@
+"""What the Pallas kernels do with one tile of scores, queries by keys, and how they cut a call into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel import _compat
+from ejkernel.kernels.flash_attention import masks
+from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+
+Array = jax.Array
+
+
+def unsupported(query: Any, extras: Extras, rules: Rules) -> str | None:
+    """Why the Pallas kernels cannot serve a call; None if they can."""
+    for name in ("bias", "mask", "q_positions"):
+        if getattr(extras, name) is not None:
+            return f"this kernel takes no {name}"
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"this kernel takes float32, bfloat16 and float16, got {query.dtype}"
+    if not rules.normalize or rules.logits_dtype != "float32":
+        return "this kernel normalises its output and keeps logits in float32"
+    return None
+
+
+def dot(a: Any, b: Any, contract: tuple[int, int], rules: Rules) -> Any:
+    """Product of two tiles over the given axes, summed in float32."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=rules.precision, preferred_element_type=jnp.float32)
+
+
+def scores(q: Any, k: Any, seen: Any, rules: Rules) -> tuple[Any, Any]:
+    """Logits of a tile, and the slope of the soft cap at each; `seen` is a mask or None."""
+    s = dot(q, k, (1, 1), rules) * rules.scale
+    slope: Any = 1.0
+    if rules.soft_cap is not None:
+        t = jnp.tanh(s / rules.soft_cap)
+        s, slope = rules.soft_cap * t, 1.0 - t * t
+    return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
+
+
+def seen(rows: Any, cols: Any, kv_len: int, segments: tuple[Any, Any] | None, rules: Rules) -> Any:
+    """Who sees whom in a tile; `rows` is a column and `cols` a row of places."""
+    found = cols < kv_len
+    inside = masks.may_see(rows, cols, rules)
+    found = found if inside is None else found & inside
+    return found if segments is None else found & (segments[0] == segments[1])
+
+
+def accumulate(carry: Any, s: Any, v: Any, drop: Callable[[Any], Any], rules: Rules) -> Any:
+    """Output, maximum and sum (columns) with one more tile of keys."""
+    o, m, l = carry
+    m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+    # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
+    shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+    p = jnp.exp(s - shift)
+    alpha = jnp.exp(m - shift)
+    l = l * alpha + jnp.sum(p, axis=1, keepdims=True)
+    return o * alpha + dot(drop(p).astype(v.dtype), v, (1, 0), rules), m_new, l
+
+
+def finished(carry: Any) -> tuple[Any, Any]:
+    """Output and log-sum-exp (a column)."""
+    o, m, l = carry
+    empty = l == 0
+    l = jnp.where(empty, 1.0, l)
+    return o / l, jnp.where(empty, jnp.inf, m + jnp.log(l))
+
+
+def weights(s: Any, slope: Any, lse: Any, delta: Any, dout: Any, v: Any, drop: Any, rules: Rules) -> tuple[Any, Any]:
+    """Weights of a tile after dropout, and the gradient of its products; `lse` and `delta` are columns."""
+    p = jnp.exp(s - lse)
+    dp = drop(dot(dout, v, (1, 1), rules))
+    return drop(p), p * (dp - delta) * slope
+
+
+def dropper(seed: Any, head: Any, rows: Any, cols: Any, rules: Rules) -> Callable[[Any], Any]:
+    """What drops weights of a tile; nothing if the call has no dropout."""
+    prob = rules.dropout_prob
+    if not prob:
+        return lambda x: x
+    keep = masks.kept(seed, head, rows, cols, prob)
+    return lambda x: jnp.where(keep, x / (1.0 - prob), 0.0)
+
+
+def places(first: Any, count: int, axis: int) -> Any:
+    """`first` to `first + count` as a column (axis 0) or a row (axis 1)."""
+    shape = (count, 1) if axis == 0 else (1, count)
+    return first + lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+# --- Around the kernels ---
+
+
+def heads_first(x: Array, block: int, dim: int | None = None, fill: float = 0.0) -> Array:
+    """[batch, length, heads, ...] as [batch, heads, length, ...], padded to blocks and to a last axis of `dim`."""
+    missing = max(-(-x.shape[1] // block), 1) * block - x.shape[1]
+    widths = [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
+    if dim is not None:
+        widths[-1] = (0, dim - x.shape[-1])
+    if any(high for _, high in widths):
+        x = jnp.pad(x, widths, constant_values=jnp.asarray(fill, x.dtype))
+    return x.swapaxes(1, 2)
+
+
+def call(
+    kernel: Callable[..., None], inputs: dict[str, tuple[Array, Any]], outputs: list[tuple[Any, Any]], **options: Any
+) -> list[Array]:
+    """`pl.pallas_call` of a kernel that takes a dict of input references and its output references.
+
+    Args:
+      kernel: `kernel(inputs, *outputs, *scratch)`.
+      inputs: Array and BlockSpec of each.
+      outputs: (shape, dtype) and BlockSpec of each.
+      **options: As for `pl.pallas_call`.
+    """
+    names, arrays, in_specs = list(inputs), [x for x, _ in inputs.values()], [spec for _, spec in inputs.values()]
+    # Inside shard_map all inputs must vary over the same mesh axes, and outputs say that they do.
+    axes = frozenset[Any]().union(*map(_compat.varying_axes, arrays))
+    mat = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
+    vary = lambda x, missing: lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
+    arrays = [vary(x, axes - _compat.varying_axes(x)) for x in arrays]
+    return pl.pallas_call(
+        lambda *refs: kernel(dict(zip(names, refs, strict=False)), *refs[len(names) :]),
+        out_shape=[jax.ShapeDtypeStruct(*shape, **mat) for shape, _ in outputs],
+        in_specs=in_specs,
+        out_specs=[spec for _, spec in outputs],
+        **options,
+    )(*arrays)

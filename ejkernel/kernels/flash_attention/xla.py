@@ -1,0 +1,368 @@
+"""Flash attention in plain XLA: tiles with an online softmax, memory linear in the sequence, on every device.
+
+All heads of the batch go through a tile together. Tiles that the causal or window bounds leave out are never touched,
+and those that no bound cuts are not masked. Tiles between different segments are skipped while running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel import _compat
+from ejkernel.kernels.flash_attention import masks
+from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.ops.utils.params import BwdParams, FwdParams
+
+Array = jax.Array
+
+TILE_SCORES = 1 << 20
+"""Scores of one tile over all heads that a CPU's caches still hold, or nearly."""
+
+
+def default_blocks(heads: int, q_len: int, kv_len: int) -> tuple[int, int]:
+    """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together."""
+    rows, cols = 512, 256
+    while heads * rows * cols > TILE_SCORES and rows > 64:
+        rows, cols = (rows // 2, cols) if rows > cols else (rows, cols // 2)
+    return fitted(rows, q_len), fitted(cols, kv_len)
+
+
+def fitted(block: int, length: int) -> int:
+    """`block`, or less where the sequence is shorter; a multiple of 16."""
+    return max(16, min(block, -(-length // 16) * 16))
+
+
+def forward(
+    query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: FwdParams | None = None
+) -> tuple[Array, Array]:
+    """Returns the output and the log-sum-exp [batch, heads, q], +inf for rows that see nothing.
+
+    Without normalisation the latter is the maximum of the row.
+    """
+    tiles = _Tiles.of(query, key, value, extras, rules, params)
+    out, lse = (
+        _joined(x, 3) for x in lax.map(partial(_forward_rows, tiles), jnp.arange(tiles.q_blocks, dtype=jnp.int32))
+    )
+    batch, q_len, heads, _ = query.shape
+    out = out.reshape(batch, heads, *out.shape[3:])[:, :, :q_len].swapaxes(1, 2)
+    return out.astype(query.dtype), lse.reshape(batch, heads, -1)[:, :, :q_len]
+
+
+def _forward_rows(tiles: _Tiles, i: Array) -> tuple[Array, Array]:
+    """Output and log-sum-exp of one block of queries."""
+    q = tiles.q_block(tiles.q, i)
+
+    def step(j: Array, carry: Any, masked: bool) -> Any:
+        o, m, l = carry
+        s = tiles.scores(q, i, j, masked)[0]
+        m_new = jnp.maximum(m, s.max(axis=-1))
+        # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
+        shift = jnp.where(jnp.isneginf(m_new), 0.0, m_new)
+        p = jnp.exp(s - shift[..., None])
+        alpha = jnp.exp(m - shift)
+        l = l * alpha + p.sum(axis=-1)
+        p = tiles.dropped(p, i, j)
+        o = o * alpha[..., None] + tiles.product("bkgqs,bksd->bkgqd", p, tiles.kv_block(tiles.v, j))
+        return o, m_new, l
+
+    o, m, l = tiles.over_keys(i, step, tiles.start(q))
+    empty = l == 0
+    if not tiles.rules.normalize:
+        return o, jnp.where(empty, jnp.inf, m)
+    l = jnp.where(empty, 1.0, l)
+    return o / l[..., None], jnp.where(empty, jnp.inf, m + jnp.log(l))
+
+
+def backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    extras: Extras,
+    rules: Rules,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    params: BwdParams | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Returns the gradients of query, key, value and bias; `lse` and `delta` are [batch, heads, q]."""
+    tiles = _Tiles.of(query, key, value, extras, rules, params)
+    dout = tiles.by_group(dout, query.shape[1])
+    # Rows of padding have no weights.
+    lse = tiles.by_group(lse.swapaxes(1, 2), query.shape[1], fill=jnp.inf)
+    saved = dout, lse, tiles.by_group(delta.swapaxes(1, 2), query.shape[1])
+    carry = tiles.zeros(tiles.q.shape), None if tiles.bias is None else tiles.zeros(tiles.bias.shape)
+    step = partial(_backward_columns, tiles, saved)
+    (dq, dbias), columns = lax.scan(step, carry, jnp.arange(tiles.kv_blocks, dtype=jnp.int32))
+    batch, q_len, heads, head_dim = query.shape
+    dq = dq.reshape(batch, heads, -1, head_dim)[:, :, :q_len].swapaxes(1, 2).astype(query.dtype)
+    dk, dv = (_joined(x, 2)[:, :, : key.shape[1]].swapaxes(1, 2) for x in columns)
+    if dbias is not None:
+        bias = extras.bias
+        dbias = dbias.reshape(*bias.shape[:2], *dbias.shape[3:])[:, :, : bias.shape[2], : bias.shape[3]]
+        dbias = dbias.astype(bias.dtype)
+    return dq, dk.astype(key.dtype), dv.astype(value.dtype), dbias
+
+
+def _backward_columns(tiles: _Tiles, saved: tuple[Array, Array, Array], carry: Any, j: Array) -> Any:
+    """Gradients of one block of keys, while those of queries and bias are added up in `carry`."""
+    k, v = tiles.kv_block(tiles.k, j), tiles.kv_block(tiles.v, j)
+    rules = tiles.rules
+
+    def step(i: Array, carry: Any, masked: bool) -> Any:
+        dq_all, dbias, dk, dv = carry
+        q = tiles.q_block(tiles.q, i)
+        dout, lse, delta = (tiles.q_block(x, i) for x in saved)
+        s, slope = tiles.scores(q, i, j, masked)
+        p = jnp.exp(s - lse[..., None])
+        dv = dv + tiles.product("bkgqs,bkgqd->bksd", tiles.dropped(p, i, j), dout)
+        dp = tiles.dropped(tiles.product("bkgqd,bksd->bkgqs", dout, v), i, j)
+        ds = p * (dp - delta[..., None])
+        if dbias is not None:
+            dbias = tiles.add_to_bias(dbias, ds, i, j)
+        ds = ds * slope
+        dk = dk + tiles.product("bkgqs,bkgqd->bksd", ds, q) * rules.scale
+        dq = tiles.product("bkgqs,bksd->bkgqd", ds, k) * rules.scale
+        return tiles.add_to_rows(dq_all, dq, i), dbias, dk, dv
+
+    state = *carry, tiles.zeros(k.shape), tiles.zeros(v.shape)
+    *carry, dk, dv = tiles.over_queries(j, step, state)
+    return tuple(carry), (dk, dv)
+
+
+def _joined(blocks: Array, axis: int) -> Array:
+    """Blocks along the first axis as one axis at `axis`."""
+    x = jnp.moveaxis(blocks, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tiles:
+    """A call cut into tiles: q is [batch, kv heads, group, queries, dim], k and v are [batch, kv heads, keys, dim]."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    extras: Extras
+    rules: Rules
+    rows: int
+    cols: int
+    q_len: int
+    kv_len: int
+
+    @classmethod
+    def of(
+        cls, query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: FwdParams | BwdParams | None
+    ) -> _Tiles:
+        batch, q_len, heads, _ = query.shape
+        kv_len, kv_heads = key.shape[1:3]
+        guess = default_blocks(batch * heads, q_len, kv_len)
+        rows = fitted(params.q_blocksize, q_len) if params and params.q_blocksize else guess[0]
+        cols = fitted(params.kv_blocksize, kv_len) if params and params.kv_blocksize else guess[1]
+
+        def per_group(x: Array | None) -> Array | None:
+            """[batch, heads, q, kv], each perhaps 1, cut and padded like the scores."""
+            if x is None:
+                return None
+            split = (kv_heads, heads // kv_heads) if x.shape[1] > 1 else (1, 1)
+            x = x.reshape(x.shape[0], *split, *x.shape[2:])
+            x = _padded(x, 3, rows) if x.shape[3] > 1 else x
+            return _padded(x, 4, cols) if x.shape[4] > 1 else x
+
+        pad_q, pad_kv = partial(_padded, axis=1, block=rows), partial(_padded, axis=1, block=cols)
+        on = lambda fn, x: None if x is None else fn(x)
+        extras = extras._replace(
+            mask=per_group(extras.mask),
+            q_segment_ids=on(pad_q, extras.q_segment_ids),
+            kv_segment_ids=on(pad_kv, extras.kv_segment_ids),
+            q_positions=on(pad_q, extras.q_positions),
+            kv_positions=on(pad_kv, extras.kv_positions),
+        )
+        q = pad_q(query).swapaxes(1, 2)
+        return cls(
+            q=q.reshape(batch, kv_heads, heads // kv_heads, *q.shape[2:]),
+            k=pad_kv(key).swapaxes(1, 2),
+            v=pad_kv(value).swapaxes(1, 2),
+            bias=per_group(extras.bias),
+            extras=extras,
+            rules=rules,
+            rows=rows,
+            cols=cols,
+            q_len=q_len,
+            kv_len=kv_len,
+        )
+
+    @property
+    def q_blocks(self) -> int:
+        return self.q.shape[3] // self.rows
+
+    @property
+    def kv_blocks(self) -> int:
+        return self.k.shape[2] // self.cols
+
+    @property
+    def dtype(self) -> Any:
+        return masks.accumulator(self.q.dtype)
+
+    # --- Cutting ---
+
+    def q_block(self, x: Array, i: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, i * self.rows, self.rows, axis=3)
+
+    def kv_block(self, x: Array, j: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, j * self.cols, self.cols, axis=2)
+
+    def by_group(self, x: Array, q_len: int, fill: float = 0.0) -> Array:
+        """[batch, q, heads, ...] like `q`."""
+        x = _padded(x, 1, self.rows, fill).swapaxes(1, 2)
+        return x.reshape(*self.q.shape[:3], *x.shape[2:])
+
+    def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
+        """What a loop starts from; inside shard_map it varies like what is added to it."""
+        zeros = jnp.full(shape, fill, self.dtype)
+        arrays = [x for x in (self.q, self.k, self.v, self.bias, *self.extras) if x is not None]
+        axes = frozenset().union(*map(_compat.varying_axes, arrays))
+        return lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
+
+    def start(self, q: Array) -> tuple[Array, Array, Array]:
+        """Output, maximum and sum of no keys; sinks are logits that come first."""
+        shape = q.shape[:-1]
+        o, m, l = self.zeros((*shape, self.v.shape[-1])), self.zeros(shape, -jnp.inf), self.zeros(shape)
+        if self.extras.softmax_aux is None:
+            return o, m, l
+        aux = self.extras.softmax_aux.astype(self.dtype).reshape(*shape[1:3], 1, -1)
+        top = aux.max(axis=-1)
+        return o, jnp.maximum(m, top), l + jnp.exp(aux - top[..., None]).sum(axis=-1)
+
+    # --- Scores of one tile ---
+
+    def product(self, equation: str, a: Array, b: Array) -> Array:
+        """Products in the arguments' own dtype, summed in float32; CPUs multiply float32 fastest."""
+        narrow = self.dtype if jax.default_backend() == "cpu" else self.q.dtype
+        return jnp.einsum(
+            equation,
+            a.astype(narrow),
+            b.astype(narrow),
+            precision=self.rules.precision,
+            preferred_element_type=self.dtype,
+        )
+
+    def scores(self, q: Array, i: Array, j: Array, masked: bool) -> tuple[Array, Any]:
+        """Logits of a tile, and the slope of the soft cap at each."""
+        rules = self.rules
+        s = self.product("bkgqd,bksd->bkgqs", q, self.kv_block(self.k, j)) * rules.scale
+        if rules.logits_dtype != s.dtype.name:
+            s = s.astype(rules.logits_dtype).astype(self.dtype)
+        slope: Any = 1.0
+        if rules.soft_cap is not None:
+            t = jnp.tanh(s / rules.soft_cap)
+            s, slope = rules.soft_cap * t, 1.0 - t * t
+        if self.bias is not None:
+            s = s + self._cut(self.bias, i, j).astype(self.dtype)
+        return (jnp.where(self._seen(i, j), s, -jnp.inf) if masked else s), slope
+
+    def dropped(self, x: Array, i: Array, j: Array) -> Array:
+        prob = self.rules.dropout_prob
+        if not prob:
+            return x
+        heads = lax.iota(jnp.int32, x.shape[0] * x.shape[1] * x.shape[2]).reshape(*x.shape[:3], 1, 1)
+        keep = masks.kept(self.extras.dropout_seed, heads, *self._places(i, j), prob)
+        return jnp.where(keep, x / (1.0 - prob), 0.0)
+
+    def _places(self, i: Array, j: Array) -> tuple[Array, Array]:
+        return (
+            i * self.rows + lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0),
+            j * self.cols + lax.broadcasted_iota(jnp.int32, (1, self.cols), 1),
+        )
+
+    def _seen(self, i: Array, j: Array) -> Array:
+        rows, cols = self._places(i, j)
+        seen = cols < self.kv_len
+        extras = self.extras
+        along_q = lambda x: lax.dynamic_slice_in_dim(x, i * self.rows, self.rows, axis=1)[:, None, None, :, None]
+        along_kv = lambda x: lax.dynamic_slice_in_dim(x, j * self.cols, self.cols, axis=1)[:, None, None, None, :]
+        if extras.q_positions is not None:
+            rows, cols = along_q(extras.q_positions), along_kv(extras.kv_positions)
+        inside = masks.may_see(rows, cols, self.rules)
+        seen = seen if inside is None else seen & inside
+        if extras.q_segment_ids is not None:
+            seen = seen & (along_q(extras.q_segment_ids) == along_kv(extras.kv_segment_ids))
+        return seen if extras.mask is None else seen & self._cut(extras.mask, i, j)
+
+    def _cut(self, x: Array, i: Array, j: Array) -> Array:
+        """A tile of something that broadcasts against the scores."""
+        x = self.q_block(x, i) if x.shape[3] > 1 else x
+        return lax.dynamic_slice_in_dim(x, j * self.cols, self.cols, axis=4) if x.shape[4] > 1 else x
+
+    def add_to_rows(self, all_rows: Array, rows: Array, i: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(all_rows, self.q_block(all_rows, i) + rows, i * self.rows, axis=3)
+
+    def add_to_bias(self, dbias: Array, ds: Array, i: Array, j: Array) -> Array:
+        ds = ds.sum(axis=[axis for axis, n in enumerate(dbias.shape) if n == 1], keepdims=True)
+        at = i * self.rows if dbias.shape[3] > 1 else 0, j * self.cols if dbias.shape[4] > 1 else 0
+        zero = jnp.zeros_like(i)
+        return lax.dynamic_update_slice(
+            dbias, self._cut(dbias, i, j) + ds, (zero, zero, zero, at[0] + zero, at[1] + zero)
+        )
+
+    # --- Which tiles ---
+
+    def over_keys(self, i: Array, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
+        """Runs `step(j, carry, masked)` over the blocks of keys that a block of queries sees."""
+        lower, upper = self.rules.lower, self.rules.upper
+        spans = masks.spans(i * self.rows, self.rows, self.cols, self.kv_len, lower, upper)
+        return self._over(spans, step, lambda j: self._share(i, j), carry)
+
+    def over_queries(self, j: Array, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
+        """Runs `step(i, carry, masked)` over the blocks of queries that see a block of keys."""
+        lower, upper = self.rules.lower, self.rules.upper
+        # The same bounds from the other side.
+        other = None if upper is None else -upper, None if lower is None else -lower
+        spans = masks.spans(j * self.cols, self.cols, self.rows, self.q_blocks * self.rows, *other)
+        # Rows of padding have no weights, and keys of padding are zeros: only a bias's gradient would see them.
+        if self.bias is not None and self.kv_len % self.cols:
+            spans = spans._replace(clear=spans.start, clear_end=spans.start)
+        return self._over(spans, step, lambda i: self._share(i, j), carry)
+
+    def _over(self, spans: masks.Spans, step: Any, share: Callable[[Array], Array], carry: Any) -> Any:
+        extras = self.extras
+        if extras.q_positions is not None:
+            spans = masks.Spans(0, 0, 0, spans.blocks, spans.blocks)
+        if extras.q_segment_ids is not None or extras.mask is not None or extras.q_positions is not None:
+            spans = spans._replace(clear=spans.start, clear_end=spans.start)
+        for lo, hi, masked in spans.loops():
+            body = partial(_flip, step, masked)
+            if extras.q_segment_ids is not None:
+                body = partial(_if_shared, share, body)
+            carry = lax.fori_loop(lo, hi, body, carry)
+        return carry
+
+    def _share(self, i: Array, j: Array) -> Array:
+        """Whether a tile may have queries and keys of one segment in any row of the batch."""
+        q = lax.dynamic_slice_in_dim(self.extras.q_segment_ids, i * self.rows, self.rows, axis=1)
+        kv = lax.dynamic_slice_in_dim(self.extras.kv_segment_ids, j * self.cols, self.cols, axis=1)
+        return jnp.any((q.min(axis=1) <= kv.max(axis=1)) & (kv.min(axis=1) <= q.max(axis=1)))
+
+
+def _flip(step: Callable[[Array, Any, bool], Any], masked: bool, index: Array, carry: Any) -> Any:
+    return step(index, carry, masked)
+
+
+def _if_shared(share: Callable[[Array], Array], body: Callable[[Array, Any], Any], index: Array, carry: Any) -> Any:
+    return lax.cond(share(index), lambda: body(index, carry), lambda: carry)
+
+
+def _padded(x: Array, axis: int, block: int, fill: float = 0.0) -> Array:
+    """`x` with at least one block along `axis`, and no broken one."""
+    missing = max(-(-x.shape[axis] // block), 1) * block - x.shape[axis]
+    if not missing:
+        return x
+    widths = [(0, missing if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=jnp.asarray(fill, x.dtype))

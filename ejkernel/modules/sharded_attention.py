@@ -1,0 +1,113 @@
+"""Flash attention under `jax.shard_map`: batch and heads are sharded, so devices need nothing of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, canonical
+
+Array = jax.Array
+Axis = Any
+"""An entry of a PartitionSpec: None, a mesh axis, or several."""
+
+
+def sharded(
+    call: Callable[[tuple[Any, ...], dict[str, Any], Any], Array],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cfg: Any,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+) -> Array:
+    """`call(args, kwargs, cfg)` with query, key and value sharded by `in_specs`, and all else accordingly."""
+    specs = _specs(in_specs, mesh)
+    # Canonical here, on the whole call: cumulative lengths and sinks have their final shapes before they are cut.
+    statics = {name: x for name, x in kwargs.items() if name != "platform"}
+    qkv, extras, rules = canonical(*args, **statics)
+    batch, heads = _axes(specs, qkv)
+    arrays = {name: x for name, x in extras._asdict().items() if x is not None}
+    arrays_specs = {name: _spec_of(name, x, batch, heads) for name, x in arrays.items()}
+    platform = {"platform": kwargs["platform"]} if "platform" in kwargs else {}
+
+    def local(qkv: tuple[Any, ...], arrays: dict[str, Any]) -> Array:
+        arrays = dict(arrays)
+        bias, aux = arrays.pop("bias", None), arrays.pop("softmax_aux", None)
+        if "dropout_seed" in arrays:
+            arrays["dropout_seed"] = _seed_here(arrays["dropout_seed"], (*_names(batch), *_names(heads)))
+        return call((*qkv, bias, aux), {"rules": rules, **arrays, **platform}, cfg)
+
+    out = specs[0] if out_specs is None else out_specs
+    in_specs = (specs, arrays_specs)
+    if AxisType.Explicit in mesh.axis_types:
+        # There shardings are part of the types, and shard_map takes arguments only as they are.
+        place = lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec))
+        qkv, arrays = jax.tree.map(place, in_specs, (qkv, arrays), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out)(qkv, arrays)
+
+
+def _specs(in_specs: Any, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    if isinstance(in_specs, PartitionSpec):
+        in_specs = (in_specs,) * 3
+    good = isinstance(in_specs, (tuple, list)) and len(in_specs) == 3
+    if not good or not all(isinstance(spec, PartitionSpec) for spec in in_specs):
+        raise AttentionArgumentError(
+            f"in_specs must be a PartitionSpec, or three for query, key and value, with mesh; got {in_specs!r}."
+        )
+    query, key, value = (PartitionSpec(*spec, *(None,) * (4 - len(spec))) for spec in in_specs)
+    for name, spec in (("query", query), ("key", key), ("value", value)):
+        if len(spec) != 4:
+            raise AttentionArgumentError(f"in_specs: {spec} of {name} has more than four entries.")
+        for axis in (x for entry in spec for x in _names(entry)):
+            if axis not in mesh.axis_names:
+                raise AttentionArgumentError(f"in_specs: {name} names axis {axis!r}, the mesh has {mesh.axis_names}.")
+    return query, key, value
+
+
+def _axes(specs: tuple[PartitionSpec, ...], qkv: tuple[Any, ...]) -> tuple[Axis, Axis]:
+    """Mesh axes of batch and heads."""
+    query, key, value = specs
+    for name, spec in (("query", query), ("key", key), ("value", value)):
+        if _names(spec[1]) or _names(spec[3]):
+            raise AttentionArgumentError(
+                f"in_specs: {spec} shards the sequence or the head dim of {name}; only batch and heads can be sharded."
+            )
+        if _names(spec[0]) != _names(query[0]):
+            raise AttentionArgumentError(
+                f"in_specs: batch is sharded by {query[0]!r} in query and {spec[0]!r} in {name}."
+            )
+    kv_heads = qkv[1].shape[2]
+    if key != value or (_names(key[2]) != _names(query[2]) and (kv_heads > 1 or _names(key[2]))):
+        raise AttentionArgumentError(
+            f"in_specs: heads are sharded by {query[2]!r} in query, {key[2]!r} in key and {value[2]!r} in value. They "
+            "must agree; only a single key head may be whole on every device."
+        )
+    return query[0], query[2]
+
+
+def _names(entry: Axis) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+
+
+def _spec_of(name: str, x: Any, batch: Axis, heads: Axis) -> PartitionSpec:
+    if name == "dropout_seed":
+        return PartitionSpec()
+    if name == "softmax_aux":
+        return PartitionSpec(heads, None)
+    if name in ("bias", "mask"):
+        return PartitionSpec(batch if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None, None, None)
+    return PartitionSpec(batch, None)
+
+
+def _seed_here(seed: Array, axes: tuple[str, ...]) -> Array:
+    """Another seed on every device, or shards would drop the same weights."""
+    if not axes:
+        return seed
+    return seed + jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(0x9E3779B1)

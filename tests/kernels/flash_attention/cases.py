@@ -1,0 +1,208 @@
+"""One table of calls that every implementation of flash attention must get right, or refuse."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.flash_attention import reference
+from ejkernel.kernels.flash_attention.arguments import canonical
+
+TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""Of the largest element of the truth, by the dtype of the arguments."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    name: str
+    batch: int = 2
+    q_len: int = 40
+    kv_len: int = 40
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    value_dim: int | None = None
+    dtype: str = "float32"
+    make: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments; a function is called with a NumPy generator and the case."""
+    tolerance: float | None = None
+
+    def arrays(self, seed=0):
+        """(query, key, value, bias, softmax_aux) and the keyword arguments."""
+        rng = np.random.default_rng(seed)
+        shape = lambda length, heads, dim: (self.batch, length, heads, dim)
+        value_dim = self.value_dim or self.head_dim
+        q = rng.normal(size=shape(self.q_len, self.heads, self.head_dim))
+        k = rng.normal(size=shape(self.kv_len, self.kv_heads, self.head_dim))
+        v = rng.normal(size=shape(self.kv_len, self.kv_heads, value_dim))
+        kwargs = {name: x(rng, self) if callable(x) else x for name, x in self.make.items()}
+        floats = [q, k, v, kwargs.pop("bias", None), kwargs.pop("softmax_aux", None)]
+        return [None if x is None else jnp.asarray(x, self.dtype) for x in floats], kwargs
+
+    @property
+    def limit(self):
+        return self.tolerance or TOLERANCES[self.dtype]
+
+
+def normal(*shape):
+    """An array with axes named `b`, `h`, `q`, `k` or of a fixed size."""
+
+    def make(rng, case):
+        names = {"b": case.batch, "h": case.heads, "q": case.q_len, "k": case.kv_len}
+        return rng.normal(size=[names.get(n, n) for n in shape])
+
+    return make
+
+
+def coin(*shape, share=0.6):
+    return lambda rng, case: jnp.asarray(normal(*shape)(rng, case) < share)
+
+
+def segments(side, count=3):
+    def make(rng, case):
+        length = case.q_len if side == "q" else case.kv_len
+        return jnp.asarray(np.sort(rng.integers(0, count, size=(case.batch, length)), axis=1), jnp.int32)
+
+    return make
+
+
+def ends(*values):
+    return lambda rng, case: jnp.asarray(values, jnp.int32)
+
+
+FEATURES = [
+    Case("plain"),
+    Case("causal", make={"causal": True}),
+    Case("causal, fewer queries", q_len=24, kv_len=56, make={"causal": True}),
+    Case("causal, more queries", q_len=56, kv_len=24, make={"causal": True}),
+    Case("lower right, fewer queries", q_len=24, kv_len=56, make={"causal": "lower_right"}),
+    Case("lower right, more queries", q_len=56, kv_len=24, make={"causal": "lower_right"}),
+    Case("one query", q_len=1, kv_len=40, make={"causal": "lower_right"}),
+    Case("window", make={"sliding_window": (5, 9)}),
+    Case("window, one number", make={"sliding_window": 7}),
+    Case("window, causal", make={"sliding_window": 6, "causal": True}),
+    Case("window to the left only", make={"sliding_window": (6, None)}),
+    Case("window that leaves rows empty", q_len=56, kv_len=20, make={"sliding_window": (4, 4)}),
+    Case("soft cap", make={"logits_soft_cap": 1.5}),
+    Case("scale", make={"softmax_scale": 0.5, "causal": True}),
+    Case("one key head", heads=4, kv_heads=1, make={"causal": True}),
+    Case("as many key heads", heads=3, kv_heads=3),
+    Case("head dim 80", head_dim=80, make={"causal": True}),
+    Case("head dim 256", head_dim=256, heads=2, kv_heads=1, make={"causal": True}),
+    Case("value dim smaller", head_dim=48, value_dim=32, make={"causal": True}),
+    Case("value dim larger", head_dim=32, value_dim=72),
+    Case("odd lengths", q_len=37, kv_len=53, make={"causal": True}),
+    Case("bias", make={"bias": normal("b", "h", "q", "k")}),
+    Case("bias of all heads", make={"bias": normal("b", 1, "q", "k"), "causal": True}),
+    Case("bias of a key", make={"bias": normal("h", 1, "k")}),
+    Case("bias of a query", kv_len=37, make={"bias": normal("b", 1, "q", 1)}),
+    Case("mask", make={"attention_mask": coin("b", 1, "q", "k")}),
+    Case("mask of keys", make={"attention_mask": coin("b", 1, 1, "k"), "causal": True}),
+    Case("mask that hides all", make={"attention_mask": coin("b", "h", "q", 1)}),
+    Case("segments", make={"q_segment_ids": segments("q"), "kv_segment_ids": segments("kv")}),
+    Case("segments, causal", make={"q_segment_ids": segments("q"), "causal": True}),
+    Case("packed", make={"cum_seqlens_q": ends(0, 9, 20, 33), "causal": True}),
+    Case(
+        "packed, other keys",
+        kv_len=56,
+        make={"cum_seqlens_q": ends(0, 9, 20, 33), "cum_seqlens_k": ends(0, 21, 25, 50), "causal": "lower_right"},
+    ),
+    Case("sinks", make={"softmax_aux": normal("h"), "causal": True}),
+    Case("many sinks", make={"softmax_aux": normal("h", 3), "attention_mask": coin("b", 1, "q", 1)}),
+    Case("dropout", make={"dropout_prob": 0.3, "dropout_seed": 11, "causal": True}),
+    Case("not normalised", make={"normalize_output": False, "causal": True}, tolerance=1e-4),
+    Case("rounded logits", make={"logits_dtype": "bfloat16"}, tolerance=2e-2),
+    Case("precision", make={"precision": "highest"}),
+    Case(
+        "everything",
+        q_len=37,
+        kv_len=53,
+        head_dim=40,
+        value_dim=24,
+        make={
+            "bias": normal("b", 1, "q", "k"),
+            "attention_mask": coin("b", 1, "q", "k"),
+            "softmax_aux": normal("h"),
+            "q_segment_ids": segments("q", 2),
+            "kv_segment_ids": segments("kv", 2),
+            "logits_soft_cap": 3.0,
+            "sliding_window": (30, 4),
+            "dropout_prob": 0.2,
+            "dropout_seed": 5,
+        },
+    ),
+]
+DTYPES = [
+    Case(f"{what} {dtype}", dtype=dtype, make=make, head_dim=64)
+    for dtype in ("bfloat16", "float16")
+    for what, make in (("plain", {}), ("causal", {"causal": True}))
+]
+CASES = [*FEATURES, *DTYPES]
+
+_wide = partial(Case, batch=2, q_len=320, kv_len=320, heads=4, kv_heads=2, head_dim=128, dtype="bfloat16")
+GPU_CASES = [
+    _wide("wide plain"),
+    _wide("wide causal", make={"causal": True}),
+    _wide("wide float16", dtype="float16", make={"causal": True}),
+    _wide("wide head dim 64", head_dim=64, make={"causal": True}),
+    _wide("wide head dim 256", head_dim=256, make={"causal": True}),
+    _wide("wide head dim 80", head_dim=80, make={"causal": True}),
+    _wide("wide value dim 64", value_dim=64, make={"causal": True}),
+    _wide("wide odd lengths", q_len=301, kv_len=333, make={"causal": True}),
+    _wide("wide lower right", q_len=128, make={"causal": "lower_right"}),
+    _wide("wide window", make={"causal": True, "sliding_window": 70}),
+    _wide("wide window, both sides", make={"sliding_window": (40, 24)}),
+    _wide("wide soft cap", make={"logits_soft_cap": 2.0, "causal": True}),
+    _wide("wide segments", make={"q_segment_ids": segments("q"), "causal": True}),
+    _wide("wide sinks", make={"softmax_aux": normal("h"), "causal": True}),
+    _wide("wide dropout", make={"dropout_prob": 0.3, "dropout_seed": 11}),
+    _wide("wide bias", make={"bias": normal("b", "h", "q", "k")}),
+    _wide("wide float32", dtype="float32", make={"causal": True}, tolerance=1e-2),
+]
+"""For real GPUs: 16-bit arguments, tiles of usual sizes. Products of float32 are rounded there by default."""
+
+
+def attend(fn, args, kwargs):
+    """Output and gradients of `fn(*args, **kwargs)`, for a cotangent that is the same for every implementation."""
+    given = [i for i, x in enumerate(args) if x is not None]
+
+    def run(*arrays):
+        merged = list(args)
+        for i, x in zip(given, arrays, strict=True):
+            merged[i] = x
+        out = fn(*merged, **kwargs)
+        weights = np.random.default_rng(99).normal(size=out.shape)
+        return (out.astype(weights.dtype if out.dtype == jnp.float64 else jnp.float32) * weights).sum(), out
+
+    # The small programs of a test run once: compiling them well would take longer than running them.
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    both = jax.jit(jax.grad(run, argnums=range(len(given)), has_aux=True), compiler_options=quick)
+    grads, out = both(*(args[i] for i in given))
+    names = ("query", "key", "value", "bias", "softmax_aux")
+    return {"out": out, **{f"d{names[i]}": g for i, g in zip(given, grads, strict=True)}}
+
+
+def truth(args, kwargs):
+    """What the reference says in float64, rounded to what it is compared with only by the comparison."""
+    with jax.enable_x64(True):
+        wide = [None if x is None else jnp.asarray(np.asarray(x, np.float64)) for x in args]
+        return jax.tree.map(np.asarray, attend(_reference, wide, kwargs))
+
+
+def _reference(*args, **kwargs):
+    qkv, extras, rules = canonical(*args, **{"logits_dtype": "float64", **kwargs})
+    return reference.attention(*qkv, extras, rules)
+
+
+def assert_close(got, want, limit, where=""):
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        actual = np.asarray(got[name], np.float64)
+        assert np.isfinite(actual).all(), f"{where}{name} is not finite"
+        # Gradients are sums of many rounded terms: an element is held to the size of its whole array. Arrays that are
+        # zero, or nearly, are held to terms of size 0.1.
+        error = np.abs(actual - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 0.1)
+        assert error <= limit, f"{where}{name}: error {error:.1e} above {limit:.1e}"
