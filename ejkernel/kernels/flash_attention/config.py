@@ -115,11 +115,13 @@ class MosaicBwdConfig:
       stages: Tiles of Q and dO in flight.
       schedule: As in the forward config.
       head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache.
+      dq: How dQ is added up in memory: by the copy engine from shared memory, or from registers.
     """
 
     consumers: int = 2
     block_q: int = 64
     stages: int = 2
+    dq: Literal["bulk", "registers"] = "bulk"
     schedule: Schedule = "persistent"
     head_group: int = 0
 
@@ -136,11 +138,12 @@ class MosaicBwdConfig:
         return {1: 24, 2: 24, 3: 32}[self.consumers]
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one block: K and V, the rings of Q and dO, two dS tiles, the row vectors."""
+        """Shared memory of one block: K and V, the rings of Q and dO, two dS tiles, dQ, the row vectors."""
         keys = 2 * self.block_kv * head_dim * 2
         rings = 2 * self.stages * self.block_q * head_dim * 2
         scores = 2 * self.block_kv * self.block_q * 2
-        return keys + rings + scores + 2 * self.stages * self.block_q * 4 + _BARRIER_BYTES
+        dq = self.block_q * head_dim * 4 if self.dq == "bulk" else 0
+        return keys + rings + scores + dq + 2 * self.stages * self.block_q * 4 + _BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
         """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient, and the rest."""
@@ -165,13 +168,17 @@ class MosaicBwdConfig:
 
 def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
     """Yields the backward configs that fit the chip at `head_dim`."""
-    for consumers, per_consumer, stages, schedule in itertools.product((2, 3), (False, True), (2, 3), _SCHEDULES):
+    ways: tuple[Literal["bulk", "registers"], ...] = ("bulk", "registers")
+    axes = itertools.product((2, 3), (False, True), (2, 3), ways, _SCHEDULES)
+    for consumers, per_consumer, stages, dq, schedule in axes:
         block_q = consumers * WGMMA_ROWS if per_consumer else WGMMA_ROWS
-        cfg = MosaicBwdConfig(consumers=consumers, block_q=block_q, stages=stages, schedule=schedule)
+        cfg = MosaicBwdConfig(consumers=consumers, block_q=block_q, stages=stages, dq=dq, schedule=schedule)
         if cfg.unfit(head_dim) is None:
             yield cfg
 
 
 def default_backward(head_dim: int) -> MosaicBwdConfig:
     """Returns the config to use untuned."""
-    return MosaicBwdConfig(block_q=128 if head_dim <= 64 else 64)
+    if head_dim <= 64:
+        return MosaicBwdConfig(block_q=128, dq="registers")
+    return MosaicBwdConfig(block_q=64, dq="bulk")

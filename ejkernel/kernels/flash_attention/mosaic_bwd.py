@@ -4,7 +4,7 @@ One kernel computes all three gradients with five products a tile. A block owns 
 warpgroups own 64 keys each, keep dK and dV in registers and run over the queries of every head that shares the keys.
 Scores are computed transposed, keys by queries, so that the weights and their gradient are already in the registers
 where dV and dK need them as left operands. Only dQ needs the gradient the other way round: it goes through shared
-memory, and each warpgroup computes its share of dQ and adds it to float32 in memory by bulk reduction.
+memory, and each warpgroup computes its share of dQ and adds it to float32 in global memory (`mosaic_dq.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def flash_attention_backward(
     )
     # dQ is shared out among the warpgroups by query rows where there are enough of them, else by columns.
     dq_cols = head_dim if cfg.block_q == cfg.block_kv else head_dim // cfg.consumers
-    total = QueryGradient(batch, q_len, heads, head_dim, dq_cols, cfg.block_q, bool(interpret))
+    total = QueryGradient(batch, q_len, heads, head_dim, dq_cols, cfg.block_q, cfg.dq == "bulk", bool(interpret))
     dq_ref = jax.new_ref(total.zeros())
     body = functools.partial(
         _kernel,
@@ -98,6 +98,7 @@ def flash_attention_backward(
         "q_smem": plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
         "do_smem": plgpu.SMEM(q_tile, dout.dtype, transforms=_SWIZZLED),
         "ds_smem": plgpu.SMEM((2, cfg.consumers, WGMMA_ROWS, cfg.block_q), q.dtype, transforms=_SWIZZLED),
+        "dq_smem": total.staging(cfg.consumers),
         "lse_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
         "delta_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
         "k_full": plgpu.Barrier(num_barriers=cfg.consumers),
@@ -151,6 +152,7 @@ def _kernel(
     q_smem,
     do_smem,
     ds_smem,
+    dq_smem,
     lse_smem,
     delta_smem,
     k_full,
@@ -182,13 +184,9 @@ def _kernel(
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
 
-    def place(s, col, kv_head, start, count):
+    def place(s, kv_head, start, count):
         """Returns query head and first query row of step `s` of a tile."""
-        i = lax.rem(s, count)
-        if band.lower is None and band.upper is None:
-            # Tiles of one head run side by side; each starts at another row, so that they add to different parts of dQ.
-            i = lax.rem(i + lax.div(col, jnp.int32(block_q)), count)
-        return kv_head * group + lax.div(s, count), (start + i) * block_q
+        return kv_head * group + lax.div(s, count), (start + lax.rem(s, count)) * block_q
 
     @pl.when(wg == consumers)
     def _produce():
@@ -204,7 +202,7 @@ def _kernel(
 
             def load(s, _):
                 slot = slot_of(step + s)
-                head, row = place(s, col, kv_head, start, count)
+                head, row = place(s, kv_head, start, count)
                 rows = pl.ds(row, block_q)
                 plgpu.barrier_wait(q_free.at[slot])
                 plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[slot], q_full.at[slot])
@@ -281,7 +279,7 @@ def _kernel(
                 dk, dv = carry
                 slot = slot_of(step + n)
                 buffer = lax.rem(step + n, jnp.int32(2))
-                head, row = place(n, col, kv_head, start, count)
+                head, row = place(n, kv_head, start, count)
                 q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
                 plgpu.barrier_wait(q_full.at[slot])
 
@@ -331,9 +329,8 @@ def _kernel(
                         mma.multiply(dk_acc, ds, q_tile)
                         dq = mma.result(dq_acc, in_flight=1)
                         plgpu.barrier_arrive(do_free.at[slot])
-                        q_block = lax.div(row, jnp.int32(WGMMA_ROWS))
-                        where = (q_block + wg, 0) if dq_by_rows else (q_block, wg)
-                        total.add(dq_ref.at[batch, head, *where], dq)
+                        staging = None if dq_smem is None else dq_smem.at[wg]
+                        total.add(total.piece(dq_ref, batch, head, row, wg), dq, staging)
                         dk_new = mma.result(dk_acc, in_flight=0)
                         plgpu.barrier_arrive(q_free.at[slot])
                         return dk_new

@@ -1,9 +1,9 @@
-"""Where dQ is summed up: float32 in global memory, in the order the matrix units leave it in registers.
+"""Where dQ is summed up: float32 in global memory, to which every block of keys adds its part.
 
-Every block of keys adds to the same dQ. Through shared memory (a bulk reduction) that cost a fifth of the backward
-pass, nearly all of it in writing the tile to shared memory and the barriers around it. Vector reductions straight
-from registers need neither; they want 16 bytes a thread side by side, so the buffer keeps the register order, and a
-small second kernel brings dQ into its real layout, scales and rounds it.
+Two ways. `bulk`: the part goes to shared memory and the copy engine adds it. `registers`: vector reductions straight
+from registers, which need no shared memory and no barriers, but want 16 bytes a thread side by side; so the buffer
+keeps the order the matrix units leave in registers, and a small second kernel brings dQ into its real layout, scales
+and rounds it. Which is faster depends on the head dim: `docs/hopper.md`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
 
 _BYTES = 16  # What a thread reduces at a time: two neighbours of one row, and the two 8 rows below.
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,20 +40,43 @@ class QueryGradient:
     head_dim: int
     cols: int
     block_q: int
+    bulk: bool
     interpret: bool
 
     def zeros(self) -> jax.Array:
+        if self.bulk and not self.interpret:
+            return jnp.zeros((self.batch, self.heads, self.length, self.head_dim), jnp.float32)
         # Whole blocks of queries: rows past the end are added too, as zeros.
         blocks = -(-self.length // self.block_q) * self.block_q // WGMMA_ROWS
-        parts = self.head_dim // self.cols
-        if self.interpret:
-            return jnp.zeros((self.batch, self.heads, blocks, parts, WGMMA_ROWS, self.cols), jnp.float32)
-        return jnp.zeros((self.batch, self.heads, blocks, parts, WGMMA_ROWS * self.cols), jnp.float32)
+        piece = (WGMMA_ROWS, self.cols) if self.interpret else (WGMMA_ROWS * self.cols,)
+        return jnp.zeros((self.batch, self.heads, blocks, self.head_dim // self.cols, *piece), jnp.float32)
 
-    def add(self, piece: Any, value: jax.Array) -> None:
+    def staging(self, consumers: int) -> Any:
+        """Returns the shared memory that `add` needs, if any."""
+        if not self.bulk or self.interpret:
+            return None
+        return plgpu.SMEM((consumers, WGMMA_ROWS, self.cols), jnp.float32, transforms=_SWIZZLED_F32)
+
+    def piece(self, ref: Any, batch: Any, head: Any, row: Any, wg: Any) -> Any:
+        """Returns the part of `ref` that warpgroup `wg` adds to in a step whose first query is `row`."""
+        by_rows = self.cols == self.head_dim
+        if not self.bulk or self.interpret:
+            block = lax.div(row, jnp.int32(WGMMA_ROWS))
+            return ref.at[batch, head, block + wg, 0] if by_rows else ref.at[batch, head, block, wg]
+        if by_rows:
+            return ref.at[batch, head, pl.ds(row + wg * WGMMA_ROWS, WGMMA_ROWS)]
+        return ref.at[batch, head, pl.ds(row, WGMMA_ROWS), pl.ds(wg * self.cols, self.cols)]
+
+    def add(self, piece: Any, value: jax.Array, staging: Any) -> None:
         """Adds `value` to a piece of the sum. In the interpreter one block at a time may run: it has no reductions."""
         if self.interpret:
             piece[...] = piece[...] + value
+            return
+        if self.bulk:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging[...] = value
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staging, piece, reduction_op="add")
             return
 
         @inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
@@ -75,6 +99,8 @@ class QueryGradient:
         if self.interpret:
             rows = total.swapaxes(3, 4).reshape(self.batch, self.heads, -1, self.head_dim)[:, :, : self.length]
             return (rows * scale).astype(dtype).swapaxes(1, 2)
+        if self.bulk:
+            return (total * scale).astype(dtype).swapaxes(1, 2)
         return plgpu.kernel(
             functools.partial(_finish, cols=self.cols, scale=scale),
             out_type=jax.ShapeDtypeStruct((self.batch, self.length, self.heads, self.head_dim), dtype),
