@@ -52,7 +52,6 @@ def _allocate(x):
     held = []
     while True:
         held.append(np.ones(64 << 20, np.uint8))
-        time.sleep(0.01)
 
 
 def _raise(x):
