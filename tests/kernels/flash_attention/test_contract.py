@@ -127,7 +127,7 @@ def ids(length, draw):
     return lambda rng, case: jnp.asarray(order(rng.integers(0, 3, size=(1, length))), jnp.int32)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=calls(), blocks=st.tuples(*[st.sampled_from([16, 32, 48])] * 4))
 def test_xla_agrees_for_any_shape_window_and_head_group(case, blocks):
     args, kwargs = case.arrays()

@@ -1,0 +1,40 @@
+"""The Pallas kernels reach the compilers of the devices they are written for, which a CPU can check without them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from ejkernel.kernels.flash_attention import pallas, triton
+from ejkernel.kernels.flash_attention.arguments import canonical
+
+DEVICES = {
+    "cuda": AbstractDevice(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", num_cores=1),
+    "tpu": AbstractDevice(platform="tpu", device_kind="TPU v5e", num_cores=1),
+}
+CALLS = {
+    "causal": (128, {"causal": True}),
+    "window and soft cap": (64, {"sliding_window": (100, 30), "logits_soft_cap": 3.0}),
+    "segments": (80, {"q_segment_ids": jnp.zeros((2, 512), jnp.int32), "causal": True}),
+    "dropout": (256, {"dropout_prob": 0.2, "dropout_seed": 3}),
+}
+
+
+@pytest.mark.parametrize(("module", "platform"), [(triton, "cuda"), (pallas, "tpu")])
+@pytest.mark.parametrize("call", CALLS)
+def test_forward_and_backward_lower_for_their_device(module, platform, call):
+    head_dim, kwargs = CALLS[call]
+    q = jax.ShapeDtypeStruct((2, 512, 4, head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 512, 2, head_dim), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((2, 4, 512), jnp.float32)
+
+    def both(q, k, v, lse, delta):
+        (q, k, v), extras, rules = canonical(q, k, v, **kwargs)
+        out, found = module.forward(q, k, v, extras, rules)
+        return out, found, module.backward(q, k, v, extras, rules, lse, delta, out)
+
+    mesh = AbstractMesh((1,), ("x",), abstract_device=DEVICES[platform])
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(both).trace(q, k, k, row, row).lower(lowering_platforms=(platform,)).as_text()
+    calls = text.count("stablehlo.custom_call @" + {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform])
+    assert calls == 3

@@ -1,0 +1,333 @@
+"""`flash_attention` as users call it: arguments, errors, implementations, transformations, sharding, tuning."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.errors import EjkernelError
+from ejkernel.kernels.flash_attention import reference
+from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
+from ejkernel.ops import (
+    Autotuner,
+    BwdParams,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    FwdParams,
+    autotune,
+    from_json,
+    to_json,
+)
+from ejkernel.ops.core.dispatch import UnsupportedCallError
+
+
+def arrays(batch=2, q_len=24, kv_len=24, heads=4, kv_heads=2, dim=16, dtype=jnp.float32, value_dim=None):
+    rng = np.random.default_rng(0)
+    shapes = [(batch, q_len, heads, dim), (batch, kv_len, kv_heads, dim), (batch, kv_len, kv_heads, value_dim or dim)]
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def close(a, b, atol=2e-5):
+    np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), atol=atol)
+
+
+def test_agrees_with_jax_nn():
+    q, k, v = arrays()
+    for kwargs, theirs in [
+        ({}, {}),
+        ({"causal": True}, {"is_causal": True}),
+        ({"sliding_window": (3, 5)}, {"local_window_size": (3, 5)}),
+        ({"sliding_window": 4}, {"local_window_size": 4}),
+        ({"softmax_scale": 0.3}, {"scale": 0.3}),
+    ]:
+        close(flash_attention(q, k, v, **kwargs), jax.nn.dot_product_attention(q, k, v, **theirs))
+
+
+def test_lower_right_is_the_end_of_a_longer_causal_call():
+    q, k, v = arrays(q_len=24, kv_len=24)
+    whole = flash_attention(q, k, v, causal=True, sliding_window=(6, 0))
+    close(flash_attention(q[:, -5:], k, v, causal="lower_right", sliding_window=(6, 0)), whole[:, -5:])
+
+
+def test_packed_sequences_are_as_if_called_alone():
+    q, k, v = arrays(batch=1, q_len=24, kv_len=24)
+    ends = jnp.array([0, 7, 16, 20])
+    out = flash_attention(q, k, v, cum_seqlens_q=ends, causal=True)
+    for start, stop in [(0, 7), (7, 16), (16, 20)]:
+        part = slice(start, stop)
+        close(out[:, part], flash_attention(q[:, part], k[:, part], v[:, part], causal=True))
+    assert not out[:, 20:].any()
+
+
+def test_packed_decoding_aligns_every_sequence_at_its_end():
+    q, k, v = arrays(batch=1, q_len=5, kv_len=24)
+    out = flash_attention(
+        q, k, v, cum_seqlens_q=jnp.array([0, 2, 5]), cum_seqlens_k=jnp.array([0, 9, 24]), causal="lower_right"
+    )
+    close(out[:, :2], flash_attention(q[:, :2], k[:, :9], v[:, :9], causal="lower_right"))
+    close(out[:, 2:], flash_attention(q[:, 2:], k[:, 9:], v[:, 9:], causal="lower_right"))
+
+
+def test_dropout_keeps_the_expected_share_and_follows_its_seed():
+    q, k, v = arrays(q_len=64, kv_len=64)
+    ones = jnp.ones_like(v)
+    drop = lambda seed: flash_attention(q, k, ones, dropout_prob=0.25, dropout_seed=seed)
+    close(drop(1), drop(jnp.int32(1)))
+    assert jnp.abs(drop(1) - drop(2)).max() > 0.1
+    # Rows sum to one on average, and over many rows nearly so.
+    assert abs(float(drop(3).mean()) - 1.0) < 0.02
+    assert not np.allclose(drop(3)[0], drop(3)[1])
+
+
+def test_a_new_seed_is_not_a_new_program():
+    q, k, v = arrays()
+    traces = []
+    fn = jax.jit(lambda seed: traces.append(1) or flash_attention(q, k, v, dropout_prob=0.5, dropout_seed=seed))
+    fn(1), fn(2)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_empty_and_tiny_sequences(length):
+    q, k, v = arrays(kv_len=length)
+    out = flash_attention(q, k, v)
+    assert out.shape == q.shape
+    if length == 0:
+        assert not out.any()
+    assert flash_attention(q[:, :0], k, v).shape == (2, 0, 4, 16)
+
+
+# --- Errors name their argument ---
+
+BAD = {
+    "query must be \\[batch": lambda q, k, v: flash_attention(q[0], k, v),
+    "query must be floating": lambda q, k, v: flash_attention(q.astype(int), k.astype(int), v.astype(int)),
+    "key is bfloat16 and query is float32": lambda q, k, v: flash_attention(q, k.astype(jnp.bfloat16), v),
+    "value has batch 1": lambda q, k, v: flash_attention(q, k, v[:1]),
+    "key has head_dim 8": lambda q, k, v: flash_attention(q, k[..., :8], v),
+    "key and value must agree": lambda q, k, v: flash_attention(q, k, v[:, 1:]),
+    "query has 3 heads and key has 2": lambda q, k, v: flash_attention(q[:, :, :3], k, v),
+    "causal must be": lambda q, k, v: flash_attention(q, k, v, causal="upper_left"),
+    "sliding_window must be": lambda q, k, v: flash_attention(q, k, v, sliding_window=(1, -2)),
+    "logits_soft_cap must be positive": lambda q, k, v: flash_attention(q, k, v, logits_soft_cap=0.0),
+    "bias must be broadcastable": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((3, 24))),
+    "bias must be floating": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((24, 24), int)),
+    "attention_mask must be boolean": lambda q, k, v: flash_attention(q, k, v, attention_mask=jnp.zeros((24, 24))),
+    "q_segment_ids must be integers": lambda q, k, v: flash_attention(q, k, v, q_segment_ids=jnp.zeros((2, 3), int)),
+    "q_segment_ids and kv_segment_ids are both needed": lambda q, k, v: flash_attention(
+        q, k[:, 1:], v[:, 1:], q_segment_ids=jnp.zeros((2, 24), int)
+    ),
+    "give q_segment_ids and kv_segment_ids, or": lambda q, k, v: flash_attention(
+        q, k, v, q_segment_ids=jnp.zeros((2, 24), int), cum_seqlens_q=jnp.array([0, 24])
+    ),
+    "cum_seqlens_q must be integers": lambda q, k, v: flash_attention(q, k, v, cum_seqlens_q=jnp.array([0.0, 24.0])),
+    "cum_seqlens_q and cum_seqlens_k count the same": lambda q, k, v: flash_attention(
+        q, k, v, cum_seqlens_q=jnp.array([0, 24]), cum_seqlens_k=jnp.array([0, 4, 24])
+    ),
+    "softmax_aux must be": lambda q, k, v: flash_attention(q, k, v, softmax_aux=jnp.zeros(7)),
+    "dropout_prob must be in": lambda q, k, v: flash_attention(q, k, v, dropout_prob=1.5),
+    "dropout_seed is needed": lambda q, k, v: flash_attention(q, k, v, dropout_prob=0.5),
+    "dropout_seed must be one integer": lambda q, k, v: flash_attention(q, k, v, dropout_prob=0.5, dropout_seed=0.5),
+    "normalize_output must be": lambda q, k, v: flash_attention(q, k, v, normalize_output="yes"),
+    "precision is 'best'": lambda q, k, v: flash_attention(q, k, v, precision="best"),
+    "logits_dtype must be": lambda q, k, v: flash_attention(q, k, v, logits_dtype=jnp.int8),
+    "platform must be": lambda q, k, v: flash_attention(q, k, v, platform="cuda"),
+    "platform is 'xla' and cfg.platform is 'cudnn'": lambda q, k, v: flash_attention(
+        q, k, v, platform="xla", cfg=FlashAttentionConfig(platform="cudnn")
+    ),
+    "cfg must be a FlashAttentionConfig": lambda q, k, v: flash_attention(q, k, v, cfg={"platform": "xla"}),
+    "in_specs and out_specs need mesh": lambda q, k, v: flash_attention(q, k, v, in_specs=P()),
+    "softmax_scale must be a Python number": lambda q, k, v: jax.jit(
+        lambda s: flash_attention(q, k, v, softmax_scale=s)
+    )(0.5),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named(message):
+    with pytest.raises(EjkernelError, match=message):
+        BAD[message](*arrays())
+
+
+# --- Which implementation ---
+
+
+def test_a_platform_that_cannot_serve_is_an_error_with_its_reason():
+    with pytest.raises(UnsupportedCallError, match="asks for platform='cudnn'"):
+        flash_attention(*arrays(), platform="cudnn")
+    with pytest.raises(UnsupportedCallError, match="cudnn needs a GPU"):
+        flash_attention(*arrays(), cfg=FlashAttentionConfig(platform="cudnn"))
+
+
+def test_reference_is_refused_above_its_size_limit(monkeypatch):
+    q, k, v = arrays()
+    close(flash_attention(q, k, v, platform="reference"), flash_attention(q, k, v))
+    monkeypatch.setattr(reference, "MAX_SCORES", 100)
+    with pytest.raises(reference.ReferenceTooLargeError, match=r"hold .*scores at once"):
+        flash_attention(q, k, v, platform="reference")
+
+
+def test_truth_for_tuning_needs_no_quadratic_memory(monkeypatch):
+    q, k, v = arrays()
+    kernel = FlashAttention()
+    args, kwargs = kernel.prepare(q, k, v, None, jnp.ones(4), causal=True)
+    grads = jax.grad(lambda q, k, v, aux: (kernel.reference(q, k, v, None, aux, **kwargs) ** 2).sum(), (0, 1, 2, 3))
+    small = grads(*args[:3], args[4])
+    monkeypatch.setattr(reference, "MAX_SCORES", 100)
+    for a, b in zip(small, grads(*args[:3], args[4]), strict=True):
+        close(a, b, atol=1e-4)
+
+
+def test_guess_names_an_implementation_and_is_a_candidate():
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache()))
+    kernel = FlashAttention()
+    cfg = executor.choose_config(kernel, *arrays(q_len=600, kv_len=300), causal=True)
+    assert cfg.platform == "xla"
+    assert cfg.fwd_params is not None
+    assert cfg.bwd_params is None
+
+
+def test_explicit_blocks_reach_forward_and_backward():
+    q, k, v = arrays(q_len=64, kv_len=64)
+    cfg = FlashAttentionConfig(FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=16))
+    loss = lambda q: flash_attention(q, k, v, cfg=cfg).sum()
+    shapes = str(jax.make_jaxpr(jax.grad(loss))(q))
+    assert "2,2,2,16,32" in shapes
+    assert "2,2,2,32,16" in shapes
+
+
+def test_configs_survive_json():
+    from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
+
+    for cfg in [
+        FlashAttentionConfig(FwdParams(q_blocksize=64), None, "xla"),
+        FlashAttentionConfig(MosaicFwdConfig(stages=3), MosaicBwdConfig(), "mosaic"),
+    ]:
+        assert from_json(to_json(cfg), FlashAttentionConfig) == cfg
+
+
+# --- Transformations ---
+
+
+def test_vmap_jit_remat_and_scan():
+    q, k, v = arrays()
+    want = flash_attention(q, k, v, causal=True)
+    call = lambda q, k, v: flash_attention(q[None], k[None], v[None], causal=True)[0]
+    close(jax.vmap(call)(q, k, v), want)
+    loss = lambda q: (flash_attention(q, k, v, causal=True) ** 2).sum()
+    close(jax.grad(jax.checkpoint(loss))(q), jax.jit(jax.grad(loss))(q))
+    _, outs = jax.lax.scan(lambda c, x: (c, flash_attention(x, k, v, causal=True)), 0, q[None])
+    close(outs[0], want)
+
+
+def test_keys_of_calls_do_not_depend_on_scale_or_seed():
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache()))
+    kernel = FlashAttention()
+    key = lambda **kwargs: executor.explain(kernel, *arrays(), **kwargs).key
+    assert key(softmax_scale=0.5) == key(softmax_scale=0.25)
+    assert key(dropout_prob=0.1, dropout_seed=1) == key(dropout_prob=0.2, dropout_seed=2)
+    assert key() != key(causal=True) != key(causal=True, sliding_window=3)
+
+
+# --- Sharding ---
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_batch_and_heads_shard_without_communication(axis_type):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    q, k, v = arrays(batch=4)
+    rng = np.random.default_rng(1)
+    bias = jnp.asarray(rng.normal(size=(1, 4, 24, 24)), jnp.float32)
+    sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, size=(4, 24))), jnp.int32)
+
+    def loss(q, k, v, bias, sinks, **kwargs):
+        out = flash_attention(q, k, v, bias=bias, softmax_aux=sinks, q_segment_ids=ids, causal=True, **kwargs)
+        return (out**2).sum(), out
+
+    grad = jax.jit(jax.grad(loss, argnums=range(5), has_aux=True), static_argnames=("mesh", "in_specs"))
+    want = grad(q, k, v, bias, sinks)
+    got = grad(q, k, v, bias, sinks, mesh=mesh, in_specs=P("data", None, "model"))
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        close(a, b, atol=1e-4)
+    forward = jax.jit(lambda q, k, v: flash_attention(q, k, v, mesh=mesh, in_specs=P("data", None, "model")))
+    text = forward.lower(q, k, v).compile().as_text()
+    assert "all-reduce" not in text
+    assert "all-gather" not in text
+
+
+def test_one_key_head_may_be_whole_on_every_device():
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    q, k, v = arrays(kv_heads=1)
+    specs = (P(None, None, "model"), P(), P())
+    close(flash_attention(q, k, v, mesh=mesh, in_specs=specs), flash_attention(q, k, v))
+
+
+def test_shards_drop_different_weights():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    q, k, v = (jnp.concatenate([x[:1], x[:1]]) for x in arrays())
+    out = flash_attention(q, k, v, mesh=mesh, in_specs=P("data"), dropout_prob=0.5, dropout_seed=1)
+    assert not np.allclose(out[0], out[1])
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (P(None, "x"), "shards the sequence"),
+        ((P("x"), P(), P()), "batch is sharded by 'x' in query and None in key"),
+        ((P(None, None, "x"), P(), P()), "They must agree"),
+        (P("y"), "names axis 'y'"),
+        (None, "in_specs must be a PartitionSpec"),
+    ],
+)
+def test_specs_that_cannot_work_are_refused(specs, message):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    with pytest.raises(EjkernelError, match=message):
+        flash_attention(*arrays(), mesh=mesh, in_specs=specs)
+
+
+# --- Tuning ---
+
+
+def test_forward_and_backward_are_tuned_apart():
+    tuned = {}
+    tuner = Autotuner(timer="wall", max_candidates=2, budget_s=30, progress=False)
+
+    def note(name, **data):
+        if name == "tuned":
+            tuned[data["op_id"]] = data["cfg"]
+
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=True, tuner=tuner, on_event=note))
+    q, k, v = arrays(q_len=96, kv_len=96)
+    jax.grad(lambda q: executor(FlashAttention(), q, k, v, causal=True).sum())(q)
+    assert tuned.keys() == {"flash_attention", "flash_attention.vjp"}
+    forward, backward = tuned["flash_attention"], tuned["flash_attention.vjp"]
+    assert forward.platform == backward.platform == "xla"
+    assert isinstance(forward.fwd_params, FwdParams)
+    assert forward.bwd_params is None
+    assert isinstance(backward.bwd_params, BwdParams)
+    assert backward.fwd_params is None
+
+
+def test_an_abstract_call_with_segments_and_masks_can_be_tuned():
+    chain = ConfigSelectorChain(cache=ConfigCache())
+    tuner = Autotuner(timer="wall", max_candidates=1, budget_s=30, progress=False)
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays())
+    ids = jax.ShapeDtypeStruct((2, 24), jnp.int32)
+    mask = jax.ShapeDtypeStruct((2, 1, 24, 24), jnp.bool_)
+    kernel = FlashAttention()
+    cfg = autotune(kernel, q, k, v, q_segment_ids=ids, attention_mask=mask, selector=chain, tuner=tuner)
+    assert cfg.platform == "xla"
+
+
+def test_importing_the_module_brings_in_no_pallas():
+    code = "import sys, ejkernel.modules; print('jax.experimental.pallas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.cwd())
+    assert done.stdout.strip() == "False", done.stderr
