@@ -5,8 +5,8 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all lint bench lock clean
 
-demo: $(STAMP)  ## Run a first kernel and say which config it got, and why.
-	$(BIN)/python examples/first_kernel.py
+demo: $(STAMP)  ## Tune flash attention on this machine's device and print what became of every candidate.
+	$(BIN)/python examples/demo.py
 
 test: lint  ## Lint, then the whole CPU suite.
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu"

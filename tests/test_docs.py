@@ -21,8 +21,12 @@ def test_code_blocks_run(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+ARGUMENTS = {"demo.py": ["--budget", "10"]}
+
+
 @pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda p: p.name)
 def test_example_runs(script):
-    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, script, *ARGUMENTS.get(script.name, [])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
