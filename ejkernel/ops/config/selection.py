@@ -22,7 +22,7 @@ from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.utils.fingerprint import get_device_platform
+from ejkernel.ops.utils.fingerprint import current_device, get_device_platform
 from ejkernel.ops.utils.tagged import ConfigEncodeError
 
 if TYPE_CHECKING:
@@ -295,9 +295,9 @@ class ConfigSelectorChain:
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
             new = bool(tuning.candidates)
-            self._remember(
-                inv, kernel, tuning.cfg, persist=new, statistics=tuning.statistics(), complete=tuning.complete
-            )
+            facts = {"statistics": tuning.statistics(), "complete": tuning.complete}
+            measured = {"timer": tuning.timer, "device": current_device().device_kind}
+            self._remember(inv, kernel, tuning.cfg, persist=new, provenance=measured, **facts)
         return tuning
 
     def _remember(

@@ -15,6 +15,7 @@ from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config.entry import StoredEntry
 from ejkernel.ops.config.provenance import collect
 from ejkernel.ops.config.selection import source_of
+from ejkernel.ops.utils.fingerprint import current_device
 
 
 class FleetError(EjkernelError, ValueError):
@@ -43,7 +44,7 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
         inv.key,
         tuning.cfg,
         signature=inv.signature,
-        provenance=collect(source_of(inv.kernel)),
+        provenance=collect(source_of(inv.kernel)) | {"timer": tuning.timer, "device": current_device().device_kind},
         statistics=tuning.statistics(),
         complete=tuning.complete,
     )

@@ -19,12 +19,13 @@ class Chosen:
 
     cfg: Any
     complete: bool = True
+    timer: str = "unknown"
     measurement: str = "by another tuner"
     candidates: tuple[Any, ...] = (None,)
 
     def statistics(self) -> Mapping[str, Any]:
         """Nothing is known but who chose."""
-        return {"timer": "unknown", "chosen": self.measurement}
+        return {"timer": self.timer, "chosen": self.measurement}
 
 
 @dataclass(frozen=True)
