@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config import context
+from ejkernel.ops.config import context, provenance
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel
@@ -157,9 +157,9 @@ class Autotuner:
 
 
 def _stored(store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
-    """The config of a finished tuning of this call, if it still fits its class."""
+    """The config of a finished tuning of this call, if it still fits its class and nothing has changed since."""
     entry = store.own(*inv.key)
-    if entry is None or not entry.complete:
+    if entry is None or not entry.complete or provenance.changes(entry.provenance, source_of(kernel)):
         return None
     try:
         return entry.typed(kernel.cfg_type).cfg

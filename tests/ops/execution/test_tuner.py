@@ -1,5 +1,6 @@
 """Which candidates may win, how a tuning ends early, and that nothing is measured twice."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -400,6 +401,19 @@ def test_lost_entry_is_written_again_from_the_trials(store, watch):
     after = PersistentCache(store.path).own(*key)
     assert after.complete
     assert after.statistics["measurement"] == before.statistics["measurement"]
+
+
+def test_entry_of_an_older_source_is_renewed_from_trials_that_still_hold(store, watch):
+    """Only the list of candidates was edited, and no candidate is new."""
+    kernel, key = Doubling(), call(Doubling(), X).key
+    autotune(kernel, X, selector=ConfigSelectorChain(persistent=store), tuner=QUIET)
+    entry = store.own(*key)
+    store.add(dataclasses.replace(entry, provenance={**entry.provenance, "kernel_source": "older"}))
+    watch.clear()
+    again = ConfigSelectorChain(persistent=PersistentCache(store.path))
+    assert autotune(kernel, X, selector=again, tuner=QUIET) == Work(FAST)
+    assert watch.rounds == []
+    assert again.persistent.own(*key).provenance["kernel_source"] == entry.provenance["kernel_source"]
 
 
 def test_added_candidate_races_only_against_the_incumbent_and_the_guess(store, watch):
