@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -104,20 +105,17 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         extras, rules = _extras(inv.args, inv.kwargs), inv.kwargs["rules"]
         if platform == "xla":
             return None
-        if platform == "cudnn":
-            from ejkernel.kernels.flash_attention import cudnn
-
-            return _wrong_device(platform, "gpu") or cudnn.unsupported(q, k, v, extras, rules)
-        if platform in ("triton", "pallas"):
-            kind = "gpu" if platform == "triton" else "tpu"
-            reason = None if self.interpret else _wrong_device(platform, kind)
-            return reason or self._module(platform).unsupported(q, k, v, extras, rules)
-        assert platform == "mosaic"
-        from ejkernel.kernels.flash_attention import hopper
-
-        capability = str(getattr(current_device(), "compute_capability", ""))
-        facts = {"backward": backward, "compute_capability": capability}
-        return _wrong_device(platform, "gpu") or hopper.unsupported(q, k, v, extras, rules, **facts)
+        kind = "tpu" if platform == "pallas" else "gpu"
+        interpreted = self.interpret and platform in ("triton", "pallas")
+        if not interpreted and device_kind() != kind:
+            return f"{platform} needs a {kind.upper()}, this is a {device_kind().upper()}"
+        module = self._module(platform)
+        if platform == "pallas":
+            return module.unsupported(q, k, v, extras, rules)
+        capability = (8, 0) if interpreted else _capability()
+        if platform == "mosaic":
+            return module.unsupported(q, k, v, extras, rules, capability=capability, backward=backward)
+        return module.unsupported(q, k, v, extras, rules, capability)
 
     # --- Configs ---
 
@@ -230,7 +228,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
     ) -> tuple[Array, Saved]:
         extras, rules = _extras(args, kwargs), kwargs["rules"]
-        out, lse = self._module(platform).forward(*args[:3], extras, rules, cfg.fwd_params, **self._options(platform))
+        params = _checked(platform, "fwd_params", cfg.fwd_params, (FwdParams, MosaicFwdConfig))
+        out, lse = self._module(platform).forward(*args[:3], extras, rules, params, **self._options(platform))
         return out, Saved(lse, None, _explicit(platform, cfg))
 
     def _backward(
@@ -248,6 +247,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         explicit, lse, params = saved.explicit, saved.lse, cfg.bwd_params
         if explicit is not None and explicit.platform == platform:
             params = explicit.params
+        params = _checked(platform, "bwd_params", params, (BwdParams, MosaicBwdConfig))
         if lse is None:
             # cuDNN's forward came before.
             _, lse = module.forward(*args[:3], extras, rules, None, **options)
@@ -264,6 +264,10 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
             from ejkernel.kernels.flash_attention import hopper
 
             return hopper
+        if platform == "cudnn":
+            from ejkernel.kernels.flash_attention import cudnn
+
+            return cudnn
         if platform == "triton":
             from ejkernel.kernels.flash_attention import triton
 
@@ -308,8 +312,20 @@ def _extras(args: tuple[Any, ...], kwargs: Any) -> Extras:
     return Extras(bias=args[3], softmax_aux=args[4], **arrays)
 
 
-def _wrong_device(platform: str, kind: str) -> str | None:
-    return None if device_kind() == kind else f"{platform} needs a {kind.upper()}, this is a {device_kind().upper()}"
+def _capability() -> tuple[int, int]:
+    """Compute capability of the NVIDIA GPU that calls run on; (0, 0) for others."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(current_device(), "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _checked(platform: str, name: str, params: Any, kinds: tuple[type, type]) -> Any:
+    """`params`, if they are of the kind that the implementation takes."""
+    kind = kinds[platform == "mosaic"]
+    if params is not None and not isinstance(params, kind):
+        raise AttentionArgumentError(
+            f"cfg.{name} must be {kind.__name__} for platform {platform!r}, got {type(params).__name__}."
+        )
+    return params
 
 
 def _explicit(platform: str, cfg: FlashAttentionConfig) -> _Explicit | None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.flash_attention import reference
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import (
     Autotuner,
@@ -143,6 +144,9 @@ BAD = {
         q, k, v, platform="xla", cfg=FlashAttentionConfig(platform="cudnn")
     ),
     "cfg must be a FlashAttentionConfig": lambda q, k, v: flash_attention(q, k, v, cfg={"platform": "xla"}),
+    "cfg.fwd_params must be FwdParams for platform 'xla', got MosaicFwdConfig": lambda q, k, v: flash_attention(
+        q, k, v, cfg=FlashAttentionConfig(MosaicFwdConfig())
+    ),
     "in_specs and out_specs need mesh": lambda q, k, v: flash_attention(q, k, v, in_specs=P()),
     "softmax_scale must be a Python number": lambda q, k, v: jax.jit(
         lambda s: flash_attention(q, k, v, softmax_scale=s)
@@ -204,8 +208,6 @@ def test_explicit_blocks_reach_forward_and_backward():
 
 
 def test_configs_survive_json():
-    from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
-
     for cfg in [
         FlashAttentionConfig(FwdParams(q_blocksize=64), None, "xla"),
         FlashAttentionConfig(MosaicFwdConfig(stages=3), MosaicBwdConfig(), "mosaic"),

@@ -18,8 +18,12 @@ from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 Array = jax.Array
 
 
-def unsupported(query: Any, key: Any, value: Any, extras: Extras, rules: Rules) -> str | None:
-    """Why cuDNN cannot serve a call; None if it can."""
+def unsupported(
+    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, capability: tuple[int, int]
+) -> str | None:
+    """Why cuDNN cannot serve a call on a GPU of this compute capability; None if it can."""
+    if capability < (8, 0):
+        return "cuDNN's flash attention needs an NVIDIA GPU from Ampere on"
     given = [name for name, x in extras._asdict().items() if x is not None]
     if given:
         return f"cuDNN is not given {', '.join(given)}: rows that see nothing, or gradients, would be wrong"
@@ -27,11 +31,11 @@ def unsupported(query: Any, key: Any, value: Any, extras: Extras, rules: Rules) 
         return f"cuDNN takes bfloat16 and float16, got {query.dtype}"
     if rules.soft_cap is not None or not rules.normalize or rules.logits_dtype != "float32":
         return "cuDNN has no soft cap, no unnormalised output and float32 logits only"
-    return _misfit(query, key, value) or _unbanded(query, key, rules)
+    return _misfit(query, key, value, capability) or _unbanded(query, key, rules)
 
 
-def _misfit(query: Any, key: Any, value: Any) -> str | None:
-    head_dim, most = query.shape[3], 256 if _capability() >= (9, 0) else 128
+def _misfit(query: Any, key: Any, value: Any, capability: tuple[int, int]) -> str | None:
+    head_dim, most = query.shape[3], 256 if capability >= (9, 0) else 128
     if value.shape[3] != head_dim:
         return f"cuDNN needs equal head dims, got {head_dim} and {value.shape[3]}"
     if head_dim % 8 or head_dim > most:
@@ -48,13 +52,6 @@ def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
     if rules.lower is not None and (rules.lower > 0 or query.shape[1] != key.shape[1]):
         return "cuDNN windows need equal lengths of query and key"
     return None
-
-
-def _capability() -> tuple[int, int]:
-    device = jax.local_devices()[0]
-    text = getattr(device, "compute_capability", "0.0")
-    major, _, minor = str(text).partition(".")
-    return int(major), int(minor or 0)
 
 
 def forward(query: Array, key: Array, value: Array, rules: Rules) -> Array:

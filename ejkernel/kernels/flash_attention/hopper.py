@@ -24,7 +24,7 @@ Array = jax.Array
 
 
 def unsupported(
-    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, *, backward: bool, compute_capability: str
+    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, *, backward: bool, capability: tuple[int, int]
 ) -> str | None:
     """Why the Hopper kernels cannot serve a call; None if they can."""
     for name in ("bias", "mask", "q_positions", "dropout_seed"):
@@ -34,8 +34,17 @@ def unsupported(
         return "this kernel normalises its output, keeps logits in float32 and has one precision"
     if 0 in (query.size, key.size):
         return "this kernel takes no empty arrays"
-    facts = {"backward": backward, "scale": rules.scale, "compute_capability": compute_capability}
-    return unsupported_arrays(query, key, value, **facts)
+    facts = {"backward": backward, "scale": rules.scale, "compute_capability": f"{capability[0]}.{capability[1]}"}
+    return unsupported_arrays(query, key, value, **facts) or _not_importable()
+
+
+def _not_importable() -> str | None:
+    """Why Pallas' Mosaic dialect is not there: it needs packages that JAX does not bring along."""
+    try:
+        import ejkernel.kernels.flash_attention.mosaic  # noqa: F401
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return None
 
 
 def forward_configs(head_dim: int, *, full: bool) -> list[MosaicFwdConfig]:

@@ -23,8 +23,12 @@ from ejkernel.ops.utils.params import BwdParams, FwdParams
 Array = jax.Array
 
 
-def unsupported(query: Any, key: Any, value: Any, extras: Extras, rules: Rules) -> str | None:
-    """Why this implementation cannot serve a call; None if it can."""
+def unsupported(
+    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, capability: tuple[int, int]
+) -> str | None:
+    """Why this implementation cannot serve a call on a GPU of this compute capability; None if it can."""
+    if capability < (8, 0):
+        return "this kernel needs an NVIDIA GPU from Ampere on"
     if max(query.shape[3], value.shape[3]) > 256:
         return f"head dims must be at most 256, got {query.shape[3]} and {value.shape[3]}"
     if 0 in (query.size, key.size, value.size):

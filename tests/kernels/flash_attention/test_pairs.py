@@ -1,0 +1,166 @@
+"""Forwards and backwards of different implementations fit together, also those that need a GPU: their kernels are
+stood in for by others, and what is around them is tested.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.flash_attention import hopper, masks, xla
+from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.modules import FlashAttention, FlashAttentionConfig
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.kernel import Invocation
+from tests.kernels.flash_attention.cases import Case, assert_close, normal, truth
+
+NAMES = ("dquery", "dkey", "dvalue", "dbias", "dsoftmax_aux")
+
+
+def both(forward, backward, case):
+    """Output and gradients by the forward of one implementation and the backward of another."""
+    args, kwargs = case.arrays()
+    kernel = FlashAttention()
+    prepared, rules = kernel.prepare(*args, **kwargs)
+    cfg = FlashAttentionConfig()
+
+    def run(args, dout):
+        out, saved = getattr(kernel, f"fwd_with_residuals_{forward}")(*args, cfg=cfg, **rules)
+        return out, getattr(kernel, f"vjp_{backward}")(saved, out, dout, *args, cfg=cfg, **rules)
+
+    dout = jnp.asarray(np.random.default_rng(99).normal(size=args[0].shape), args[0].dtype)
+    out, grads = jax.jit(run)(prepared, dout)
+    got = {"out": out}
+    for name, grad, arg in zip(NAMES, grads, args, strict=True):
+        if arg is not None:
+            got[name] = grad.reshape(arg.shape)
+    assert_close(got, truth(args, kwargs), case.limit)
+
+
+@pytest.fixture
+def fake_cudnn(monkeypatch):
+    own = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: own(*a, **{**k, "implementation": "xla"}))
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("cudnn", "cudnn"), ("cudnn", "xla"), ("xla", "cudnn")])
+@pytest.mark.parametrize("make", [{}, {"causal": True}, {"causal": True, "sliding_window": 9}], ids=str)
+@pytest.mark.usefixtures("fake_cudnn")
+def test_cudnn_pairs_with_itself_and_with_others(forward, backward, make):
+    both(forward, backward, Case("pair", make=make))
+
+
+@pytest.fixture
+def fake_hopper(monkeypatch):
+    """Stands in for the Hopper kernels, with their signatures and their logarithms to base 2."""
+
+    def forward(q, k, v, *, scale, lower, upper, soft_cap, q_segment_ids, kv_segment_ids, cfg=None):
+        rules = Rules(scale=scale, lower=lower, upper=upper, soft_cap=soft_cap)
+        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+        out, lse = xla.forward(q, k, v, extras, rules)
+        return out, lse / jnp.log(2.0)
+
+    def backward(q, k, v, out, lse, dout, *, scale, lower, upper, soft_cap, q_segment_ids, kv_segment_ids, cfg=None):
+        rules = Rules(scale=scale, lower=lower, upper=upper, soft_cap=soft_cap)
+        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+        delta = masks.row_products(out, dout, lse.dtype)
+        return xla.backward(q, k, v, extras, rules, lse * jnp.log(2.0), delta, dout)[:3]
+
+    home = "ejkernel.kernels.flash_attention"
+    monkeypatch.setitem(sys.modules, f"{home}.mosaic", SimpleNamespace(flash_attention_forward=forward))
+    monkeypatch.setitem(sys.modules, f"{home}.mosaic_bwd", SimpleNamespace(flash_attention_backward=backward))
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("mosaic", "mosaic"), ("mosaic", "xla"), ("xla", "mosaic")])
+@pytest.mark.usefixtures("fake_hopper")
+def test_hopper_pairs_with_itself_and_with_others(forward, backward):
+    make = {"causal": True, "softmax_aux": normal("h"), "logits_soft_cap": 2.0, "sliding_window": 9}
+    both(forward, backward, Case("pair", make=make))
+
+
+# --- What is chosen on a GPU, without one ---
+
+
+class Hopper:
+    compute_capability = "9.0"
+
+
+@pytest.fixture
+def on_hopper(monkeypatch, fake_hopper):
+    module = sys.modules["ejkernel.modules.flash_attention"]
+    monkeypatch.setattr(module, "device_kind", lambda: "gpu")
+    monkeypatch.setattr(module, "current_device", Hopper)
+
+
+def guess(backward=False, forward=None, head_dim=128, dtype=jnp.bfloat16, **kwargs):
+    kernel = FlashAttention()
+    x = jnp.zeros((1, 256, 2, head_dim), dtype)
+    args, kwargs = kernel.prepare(x, x, x, kwargs.pop("bias", None), kwargs.pop("aux", None), **kwargs)
+    owner = BackwardKernel(kernel) if backward else kernel
+    inv = Invocation(kernel=owner, args=args, kwargs=kwargs, platform=forward)
+    return (kernel.heuristic_cfg_vjp if backward else kernel.heuristic_cfg)(inv)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_guess_on_hopper_is_the_best_that_can_serve():
+    assert guess(causal=True).platform == "cudnn"
+    assert guess(causal=True, sliding_window=8).platform == "cudnn"
+    assert guess(logits_soft_cap=2.0).platform == "mosaic"
+    assert guess(aux=jnp.zeros(2)).platform == "mosaic"
+    assert guess(head_dim=80, logits_soft_cap=2.0).platform == "triton"
+    assert guess(dropout_prob=0.1, dropout_seed=1).platform == "triton"
+    assert guess(dtype=jnp.float32).platform == "triton"
+    assert guess(bias=jnp.zeros((256, 256))).platform == "xla"
+    assert guess(causal=True, platform="xla").platform == "xla"
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_guess_on_other_gpus_follows_what_they_can(monkeypatch):
+    for capability, narrow, wide in [("8.0", "cudnn", "triton"), ("7.5", "xla", "xla"), ("gfx942", "xla", "xla")]:
+        monkeypatch.setattr(Hopper, "compute_capability", capability)
+        assert guess(causal=True).platform == narrow
+        assert guess(causal=True, head_dim=256).platform == wide
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_backward_stays_with_the_forward_if_it_can():
+    for forward in ("cudnn", "mosaic", "triton", "xla"):
+        if forward == "mosaic" and jax.__version_info__ < (0, 11):
+            continue
+        assert guess(backward=True, forward=forward, causal=True).platform == forward
+    assert guess(backward=True, forward="cudnn", causal=True).bwd_params is None
+    assert guess(backward=True, forward="triton", bias=jnp.zeros((256, 256))).platform == "xla"
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_candidates_on_hopper_span_the_implementations():
+    kernel = FlashAttention()
+    x = jnp.zeros((1, 256, 2, 128), jnp.bfloat16)
+    args, kwargs = kernel.prepare(x, x, x, causal=True)
+    inv = Invocation(kernel=kernel, args=args, kwargs=kwargs)
+    space = kernel.config_space(inv)
+    assert {cfg.platform for cfg in space} == {"cudnn", "mosaic", "triton", "xla"}
+    assert space[0] == kernel.heuristic_cfg(inv)
+    assert len(set(space)) == len(space)
+    backward = Invocation(kernel=BackwardKernel(kernel), args=args, kwargs=kwargs, platform="cudnn")
+    expected = {"cudnn", "mosaic", "triton", "xla"} - ({"mosaic"} if jax.__version_info__ < (0, 11) else set())
+    assert {cfg.platform for cfg in kernel.config_space_vjp(backward)} == expected
+
+
+@pytest.mark.usefixtures("fake_hopper")
+def test_hopper_says_why_not(monkeypatch):
+    x = jnp.zeros((1, 256, 2, 128), jnp.bfloat16)
+
+    def why(capability=(9, 0), bias=None, **rules):
+        facts = {"backward": False, "capability": capability}
+        return hopper.unsupported(x, x, x, Extras(bias=bias), Rules(scale=1.0, **rules), **facts)
+
+    assert why() is None
+    assert "bias" in why(bias=x)
+    assert "one precision" in why(precision="highest")
+    assert "Hopper" in why(capability=(8, 0))
+    monkeypatch.setitem(sys.modules, "ejkernel.kernels.flash_attention.mosaic", None)
+    assert "cannot be imported" in why()
