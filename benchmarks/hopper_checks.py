@@ -1,9 +1,11 @@
 """Checks our Hopper attention kernels on small and awkward shapes: every mask, both dtypes, all head dims.
 
     python benchmarks/hopper_checks.py
+    NPROC=12 JAX_PLATFORMS=cpu python benchmarks/hopper_checks.py --interpret
 
 Outputs and gradients are compared with float32 on fresh data; where cuDNN serves the case, with its error too. Ten
-runs are compared bit by bit. Needs a Hopper GPU.
+runs are compared bit by bit. Needs a Hopper GPU, or `--interpret` for JAX's interpreter of Mosaic GPU kernels, which
+blocks one of XLA's NPROC threads per warpgroup.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -90,7 +93,7 @@ def relative(out, ref) -> float:
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
 
 
-def check(case: Case, seed: int) -> tuple[bool, str]:
+def check(case: Case, seed: int, interpret=None) -> tuple[bool, str]:
     keys = jax.random.split(jax.random.key(seed), 6)
     shape, kv_shape = (case.batch, case.q_len, case.heads), (case.batch, case.kv_len, case.kv_heads)
     q, dout = (jax.random.normal(key, (*shape, case.dim), jnp.dtype(case.dtype)) for key in keys[:2])
@@ -102,6 +105,7 @@ def check(case: Case, seed: int) -> tuple[bool, str]:
         "soft_cap": case.soft_cap,
         "q_segment_ids": ids,
         "kv_segment_ids": ids,
+        "interpret": interpret,
     }
 
     def forward(q, k, v):
@@ -123,7 +127,7 @@ def check(case: Case, seed: int) -> tuple[bool, str]:
         got += jax.jit(backward)(q, k, v, out, lse, dout)
     errors = [relative(a, b) for a, b in zip(got, wants, strict=False)]
     theirs = []
-    if cudnn_serves(case):
+    if cudnn_serves(case) and not interpret:
         base = cudnn(q, k, v, dout, causal=case.upper == 0)
         theirs = [relative(a, b) for a, b in zip(base, wants, strict=True)]
     limit = 4e-3 if case.dtype == "bfloat16" else 6e-4
@@ -157,11 +161,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated indices of the cases")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--interpret", action="store_true")
     options = parser.parse_args()
+    interpret = None
+    if options.interpret:
+        interpret = plgpu.InterpretGPUParams()
+        mosaic._SMS, mosaic_bwd._SMS = 2, 1  # dQ is summed without atomics there: one block at a time.
     picked = [int(i) for i in options.only.split(",")] if options.only else range(len(CASES))
     seed, lines, failed = time.time_ns() % 2**31, [], 0
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:  # Most of the time goes into compiling.
-        jobs = {i: pool.submit(check, CASES[i], seed + i) for i in picked}
+    # Most of the time goes into compiling; the interpreter keeps its state in one place.
+    with concurrent.futures.ThreadPoolExecutor(1 if interpret else 8) as pool:
+        jobs = {i: pool.submit(check, CASES[i], seed + i, interpret) for i in picked}
         for i, job in jobs.items():
             try:
                 good, text = job.result()
@@ -170,7 +180,7 @@ def main() -> None:
             failed += not good
             lines.append(f"{'ok  ' if good else 'FAIL'} {i} {CASES[i]} {text}")
             print(lines[-1], flush=True)
-    if not options.only:
+    if not options.only and not interpret:
         lines.append("bitwise equal over ten runs: " + repeats(seed))
     lines.append(f"{failed} of {len(picked)} cases failed; relative errors are out, dq, dk, dv; seed {seed}")
     print("\n".join(lines[-2:]))
