@@ -127,7 +127,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     def config_space(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
         """The tiles of every implementation that can serve the call."""
         platforms = self._serving(inv, backward=False)
-        return [FlashAttentionConfig(fwd_params=p, platform=on) for on in platforms for p in _forward_space(on, inv)]
+        spaces = {on: _few(on, platforms, _forward_space(on, inv)) for on in platforms}
+        return [FlashAttentionConfig(fwd_params=p, platform=on) for on in platforms for p in spaces[on]]
 
     def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
         """The forward's own implementation if it has a backward for the call, else the best that has."""
@@ -138,7 +139,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     def config_space_vjp(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
         """The tiles of every implementation whose backward can serve the call."""
         platforms = self._serving(inv, backward=True)
-        return [FlashAttentionConfig(bwd_params=p, platform=on) for on in platforms for p in _backward_space(on, inv)]
+        spaces = {on: _few(on, platforms, _backward_space(on, inv)) for on in platforms}
+        return [FlashAttentionConfig(bwd_params=p, platform=on) for on in platforms for p in spaces[on]]
 
     def _serving(self, inv: Invocation[Any, Any], *, backward: bool) -> list[Platform]:
         """Implementations that can serve a call, the most promising first."""
@@ -333,6 +335,17 @@ def _explicit(platform: str, cfg: FlashAttentionConfig) -> _Explicit | None:
 
 
 # --- Candidates: the guess first ---
+
+
+def _few(platform: str, platforms: list[Platform], space: list[Any]) -> list[Any]:
+    """What to try of an implementation's space: so few of the less promising ones that the tuner can try all.
+
+    Where an implementation is the only one beside XLA, it is tried in full.
+    """
+    better = platforms[: platforms.index(platform)]  # pyright: ignore[reportArgumentType]
+    if platform == "mosaic":
+        return space if len(space) <= 48 else [p for p in space if p.schedule == "persistent"]
+    return space if not better else space[:: max(len(space) // 6, 1)]
 
 
 def _forward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
