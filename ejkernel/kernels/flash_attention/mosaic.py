@@ -24,7 +24,7 @@ from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
-_SMS = 132
+_SMS = 132  # Of the H100 and H200 (SXM); on a smaller chip the last blocks just start later.
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
 _MIN_HEAD_GROUP = 4  # So many heads are needed to keep all SMs on few of them.
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -49,8 +49,8 @@ def flash_attention_forward(
     """Returns attention output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`, in units of log2.
 
     `lower` and `upper` bound `key - query`; `upper=0` is causal. With segment ids (`[B, T]`, `[B, S]`) a query sees the
-    keys of its own segment only. A row that sees no key gives zeros and a
-    log-sum-exp of +inf, so that its weights vanish in the backward pass.
+    keys of its own segment only. A row that sees no key gives zeros and a log-sum-exp of +inf, so that its weights
+    vanish in the backward pass. What can be served is `mosaic_support.unsupported`'s to say; nothing is checked here.
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
@@ -302,7 +302,6 @@ def _kernel(
                 lax.fori_loop(0, skip, drain, None)
 
             stop = end - own_start
-
             plgpu.barrier_wait(q_full.at[wg])
             first_slot = slot_of(step + skip)
             plgpu.barrier_wait(k_full.at[first_slot])
