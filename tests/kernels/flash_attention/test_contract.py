@@ -72,6 +72,7 @@ def test_implementation_agrees_with_the_reference_or_refuses(case, platform):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("platform", ["cudnn", "triton", "mosaic", "xla"])
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_implementation_agrees_on_a_gpu(case, platform):

@@ -12,6 +12,7 @@ import pytest
 
 from ejkernel.kernels.flash_attention import hopper, masks, xla
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.mosaic_support import unsupported_backward
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
@@ -129,7 +130,7 @@ def test_guess_on_other_gpus_follows_what_they_can(monkeypatch):
 @pytest.mark.usefixtures("on_hopper")
 def test_backward_stays_with_the_forward_if_it_can():
     for forward in ("cudnn", "mosaic", "triton", "xla"):
-        if forward == "mosaic" and jax.__version_info__ < (0, 11):
+        if forward == "mosaic" and unsupported_backward(128):
             continue
         assert guess(backward=True, forward=forward, causal=True).platform == forward
     assert guess(backward=True, forward="cudnn", causal=True).bwd_params is None
@@ -148,7 +149,7 @@ def test_candidates_on_hopper_span_the_implementations(head_dim):
     assert space[0] == kernel.heuristic_cfg(inv)
     assert len(set(space)) == len(space) <= search.EXHAUSTIVE_LIMIT
     backward = Invocation(kernel=BackwardKernel(kernel), args=args, kwargs=kwargs, platform="cudnn")
-    expected = {"cudnn", "mosaic", "triton", "xla"} - ({"mosaic"} if jax.__version_info__ < (0, 11) else set())
+    expected = {"cudnn", "mosaic", "triton", "xla"} - ({"mosaic"} if unsupported_backward(head_dim) else set())
     assert {cfg.platform for cfg in kernel.config_space_vjp(backward)} == expected
 
 
