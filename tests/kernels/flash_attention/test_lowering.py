@@ -20,7 +20,7 @@ CALLS = {
 }
 
 
-# JAX 0.12 says at every use that this dialect of Pallas will go; `docs/flash_attention.md` tells what that means for us.
+# JAX 0.12 warns that this dialect of Pallas will go; `docs/flash_attention.md` tells what that means for us.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("module", "platform"), [(triton, "cuda"), (pallas, "tpu")])
 @pytest.mark.parametrize("call", CALLS)
