@@ -12,9 +12,9 @@ from typing import Any
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
 from ejkernel.ops.config import entry as entries
+from ejkernel.ops.config.asking import source_of
 from ejkernel.ops.config.entry import StoredEntry
 from ejkernel.ops.config.provenance import collect
-from ejkernel.ops.config.selection import source_of
 from ejkernel.ops.utils.fingerprint import current_device
 
 

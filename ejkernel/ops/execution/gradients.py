@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.config.asking import heuristic, run_with
 from ejkernel.ops.config.context import same_cfg
-from ejkernel.ops.config.selection import heuristic, run_with
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ import jax
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry, specs
+from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
@@ -20,6 +22,8 @@ from ejkernel.ops.execution.report import Tuning
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.utils import meta
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+logger = logging.getLogger("ejkernel.tuning")
 
 Program = jax.stages.Lowered | jax.stages.Compiled | str | os.PathLike[str]
 Specs = str | os.PathLike[str] | Iterable[specs.Spec] | None
@@ -121,6 +125,7 @@ def tune_calls(
     for outcome in tune_each(selector, calls, tuner):
         inv, tuning = outcome.inv, outcome.tuning
         if tuning is None:
+            logger.warning("%s %s: not tuned: %s", inv.op_id, inv.call_key, outcome.error)
             failed.append(f"{inv.op_id} {inv.call_key}: {outcome.error}")
         else:
             entries.append(Entry(inv.op_id, inv.call_key, tuning.cfg, tuning.statistics()))
@@ -144,7 +149,8 @@ def tune_each(
     for inv in sorted(calls, key=lambda inv: isinstance(inv.kernel, BackwardKernel)):
         assert inv.kernel is not None
         try:
-            tuning = selector.tune(_after_forward(inv, chosen), inv.kernel, tuner=tuner)
+            here = on_its_platform(_after_forward(inv, chosen), inv.kernel)
+            tuning = selector.tune(here, inv.kernel, tuner=tuner)
         except EjkernelError as error:
             yield Outcome(inv, None, str(error))
         else:

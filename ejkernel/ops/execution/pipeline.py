@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from ejkernel.ops import registry
-from ejkernel.ops.config.selection import heuristic
+from ejkernel.ops.config.asking import heuristic
 from ejkernel.ops.core import autodiff, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.selection import candidates, heuristic, run_with, source_of
+from ejkernel.ops.config.asking import candidates, heuristic, run_with, source_of
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution import gradients, proving

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.ops.config import context
-from ejkernel.ops.config.selection import Tuner, candidates
+from ejkernel.ops.config.asking import candidates
+from ejkernel.ops.config.selection import Tuner
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.problem import from_call
 from ejkernel.ops.execution.workers import run_outside

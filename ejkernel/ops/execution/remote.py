@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.selection import source_of
+from ejkernel.ops.config.asking import source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.bench import Bench, Built, Rejected
 from ejkernel.ops.execution.problem import from_call

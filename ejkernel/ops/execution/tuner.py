@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context, provenance
+from ejkernel.ops.config.asking import source_of
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.bench import Bench
 from ejkernel.ops.execution.history import History

@@ -9,12 +9,12 @@ from typing import Any
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
+from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core import dispatch
-from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.benchmarking import benchmark as benchmark
 from ejkernel.ops.execution.executor import Executor, default_executor
+from ejkernel.ops.execution.offline import tune_calls
 from ejkernel.ops.execution.pipeline import any_tracer, invocation, prepared
 from ejkernel.ops.execution.report import Candidate as Candidate
 from ejkernel.ops.execution.report import Measurement as Measurement
@@ -23,7 +23,6 @@ from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.tuner import Autotuner as Autotuner
 from ejkernel.ops.execution.tuner import TuningError as TuningError
-from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 logger = logging.getLogger("ejkernel.tuning")
 
@@ -63,7 +62,7 @@ def autotune(
     inv = invocation(kernel, args, kwargs)
     if not any_tracer(args, kwargs):
         inv = replace(inv, args=args, kwargs=kwargs)
-    inv = _served(inv, kernel)
+    inv = on_its_platform(inv, kernel)
     if configs is not None:
         return tuner.tune(inv, kernel, configs=configs).cfg
     return _selector(selector).tune(inv, kernel, tuner=tuner).cfg
@@ -93,19 +92,12 @@ def autotune_recorded(
             "autotune_recorded: give the mapping of get_invocations() and, optionally, a ConfigSelectorChain, got "
             f"{type(calls).__name__} and {type(selector).__name__}."
         )
-    chain = _selector(selector)
-    entries, unmatched = [], []
-    for op_id, by_key in calls.items():
-        for call_key, (kernel, args, kwargs) in by_key.items():
-            inv = _recorded_invocation(op_id, call_key, kernel, args, kwargs)
-            try:
-                tuning = chain.tune(inv, kernel, tuner=tuner)
-            except EjkernelError as error:
-                logger.warning("%s %s: not tuned: %s", op_id, call_key, error)
-                unmatched.append(f"{op_id} {call_key}: {error}")
-            else:
-                entries.append(Entry(op_id, call_key, tuning.cfg, tuning.statistics()))
-    return AutotuningResult(device_fingerprint(), tuple(entries), tuple(unmatched))
+    recorded = [
+        _recorded_invocation(op_id, call_key, *call)
+        for op_id, by_key in calls.items()
+        for call_key, call in by_key.items()
+    ]
+    return tune_calls(_selector(selector), recorded, tuner)
 
 
 def _recorded_invocation(
@@ -114,21 +106,8 @@ def _recorded_invocation(
     """The call as it was traced: its context and platform are known to the registry, not to the mapping."""
     traced = registry.traced(op_id, call_key)
     if traced is not None:
-        inv = replace(traced, kernel=kernel, args=tuple(args), kwargs=dict(kwargs))
-        return inv if inv.platform is not None else _served(inv, kernel)
-    return _served(Invocation(kernel=kernel, op_id=op_id, args=tuple(args), kwargs=dict(kwargs)), kernel)
-
-
-def _served(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invocation[Any, Any]:
-    """The call with the platform that would serve it: guess and candidates may depend on it."""
-    forward = kernel.forward if isinstance(kernel, BackwardKernel) else kernel
-    reasons: dict[str, str] = {}
-    for platform, _ in dispatch.implementations(forward, inv.context):
-        here = replace(inv, platform=platform)
-        if (reason := dispatch.refusal(forward, here, platform)) is None:
-            return here
-        reasons[platform] = reason
-    raise dispatch.UnsupportedCallError(inv, reasons)
+        return replace(traced, kernel=kernel, args=tuple(args), kwargs=dict(kwargs))
+    return Invocation(kernel=kernel, op_id=op_id, args=tuple(args), kwargs=dict(kwargs))
 
 
 def _selector(selector: ConfigSelectorChain | None) -> ConfigSelectorChain:

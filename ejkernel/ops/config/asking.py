@@ -1,0 +1,85 @@
+"""Asking a kernel about a call: its guess, its candidates, whether a config may serve, what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from ejkernel.ops.config import context
+from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils.fingerprint import get_device_platform
+
+
+def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """The kernel's own guess for a call, by the variant for its platform and context."""
+    return _method(inv, kernel, "heuristic_cfg")(inv)
+
+
+def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """What tuning may try, by the variant of `config_space` or `candidate_cfgs` for the call's platform."""
+    platform = inv.platform or get_device_platform()
+    for method in ("config_space", "candidate_cfgs"):
+        found = dispatch.find(kernel, method, inv.context, platform)
+        if found is not None and getattr(found, "__func__", found) is not getattr(Kernel, method):
+            return found(inv)
+    return [heuristic(inv, kernel)]
+
+
+def accepts(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
+    """Whether a config that was tuned for another shape may serve `inv`: a candidate here, on a platform that can."""
+    platform = dispatch.forced_platform(kernel, cfg)
+    if platform is not None and dispatch.refusal(kernel, replace(inv, platform=platform), platform) is not None:
+        return False
+    return _in_space(candidates(inv, kernel), cfg)
+
+
+def _in_space(space: Any, cfg: Any) -> bool:
+    if not isinstance(space, Mapping):
+        return any(context.same_cfg(cfg, candidate) for candidate in space)
+    conditions = [value for value in space.values() if callable(value)]
+    axes = {name: values for name, values in space.items() if not callable(values)}
+    return all(attrgetter(name)(cfg) in values for name, values in axes.items()) and all(c(cfg) for c in conditions)
+
+
+def source_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:
+    """The kernel whose source a measurement depends on."""
+    return kernel.forward if isinstance(kernel, BackwardKernel) else kernel
+
+
+def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invocation[Any, Any]:
+    """The call with the platform that would serve it, on which guess and candidates may depend.
+
+    Raises:
+      UnsupportedCallError: No implementation can.
+    """
+    if inv.platform is not None:
+        return inv
+    reasons: dict[str, str] = {}
+    for platform, _ in dispatch.implementations(source_of(kernel), inv.context):
+        here = replace(inv, platform=platform)
+        if (reason := dispatch.refusal(source_of(kernel), here, platform)) is None:
+            return here
+        reasons[platform] = reason
+    raise dispatch.UnsupportedCallError(inv, reasons)
+
+
+def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], name: str) -> Callable[..., Any]:
+    found = dispatch.find(kernel, name, inv.context, inv.platform or get_device_platform())
+    assert found is not None, "the base class has one"
+    return found
+
+
+def run_with(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs the implementation that `cfg` and the call's platform select, without choosing, labels or gradients."""
+    platform = dispatch.forced_platform(kernel, cfg) or inv.platform
+    if platform is None:
+        platform, run = next(dispatch.implementations(kernel, inv.context))
+    else:
+        run = dispatch.forced_implementation(kernel, inv.context, platform)
+    return run(*args, cfg=cfg, **kwargs)
