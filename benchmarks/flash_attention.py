@@ -169,7 +169,10 @@ def check(rows):
 
 
 def tune(rows, target, budget_s):
-    """Tunes forward and backward of the rows in a store of its own, and writes what was found as a pack."""
+    """Tunes forward and backward of the rows in a store of its own, and writes the finished ones as a pack.
+
+    Run it again for those that were not finished within their budget: it goes on where it stopped.
+    """
     store = PersistentCache(f"{target}.store", packs=())
     chain, kernel = ConfigSelectorChain(persistent=store), FlashAttention()
     tuner = Autotuner(budget_s=budget_s)
@@ -182,7 +185,7 @@ def tune(rows, target, budget_s):
         inv = backward_invocation(backward, invocation(kernel, args, kwargs))
         inv = replace(inv, platform=forward.cfg.platform, metadata={"forward_cfg": forward.cfg})
         print(f"{row}, backward: {chain.tune(inv, backward, tuner=tuner).summary()}", flush=True)
-    packs.write(target, store.entries())
+    packs.write(target, [entry for entry in store.entries() if entry.complete])
 
 
 def main():
