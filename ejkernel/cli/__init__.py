@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Any
@@ -11,6 +12,9 @@ from ejkernel.errors import EjkernelError
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 for yes, 1 for no (different, wrong, not found), 2 for an error."""
+    # As for `python -m ejkernel`: kernels of the project one stands in can be named.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning

@@ -67,6 +67,8 @@ def tune(
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
     """
     calls, missing = _calls(target, specs_file, args, settings or [])
+    if not calls and not missing:
+        missing = ["the program has no labels; the text of a Lowered has them only with as_text(debug_info=True)."]
     cache = open_store(store)
     tuner = {"budget_s": budget, "isolation": str(isolation)}
     outcomes = _tune_here(cache, calls, tuner) if executor is None else _tune_there(cache, calls, tuner, executor)

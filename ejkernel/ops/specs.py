@@ -6,12 +6,15 @@ the call stood. Making the call again imports the kernel's module: read only rec
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +60,9 @@ def to_spec(inv: Invocation[Any, Any]) -> Spec:
             "op_id": op_id,
             "call_key": call_key,
             "kernel": classes.name_of(type(kernel)),
-            "state": {k: tagged.encode(v, k) for k, v in vars(kernel).items() if k != PROGRAMS},
+            "state": {k: _encode(v, f"attribute {k!r}") for k, v in _attributes(kernel).items()},
             "backward": backward,
+            "forward": list(replace(inv, kernel=kernel, op_id=kernel.op_id).key[1:]) if backward else None,
             "args": [_encode(x, f"argument {i}") for i, x in enumerate(inv.args)],
             "kwargs": {k: _encode(v, f"argument {k!r}") for k, v in inv.kwargs.items()},
             "context": inv.context,
@@ -77,10 +81,18 @@ def from_spec(spec: Mapping[str, Any]) -> Invocation[Any, Any]:
     Raises:
       SpecError: The kernel cannot be imported, or is no longer what it was when the call was recorded.
     """
+    _import_named(spec)
     kernel = _kernel(spec)
     kernel = BackwardKernel(kernel) if spec["backward"] else kernel
     forward_cfg = spec.get("forward_cfg")
-    inv = Invocation(
+    try:
+        return _checked(spec, _made(spec, kernel, forward_cfg))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SpecError(f"{spec['op_id']} {spec['call_key']}: not a recorded call ({error!r}).") from error
+
+
+def _made(spec: Mapping[str, Any], kernel: Kernel[Any, Any], forward_cfg: Any) -> Invocation[Any, Any]:
+    return Invocation(
         kernel=kernel,
         args=tuple(_decode(x) for x in spec["args"]),
         kwargs={k: _decode(v) for k, v in spec["kwargs"].items()},
@@ -89,6 +101,9 @@ def from_spec(spec: Mapping[str, Any]) -> Invocation[Any, Any]:
         batch_axes=tagged.decode(spec["batch_axes"]),
         metadata={} if forward_cfg is None else {"forward_cfg": decode_cfg(forward_cfg)},
     )
+
+
+def _checked(spec: Mapping[str, Any], inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
     if (inv.op_id, inv.call_key) != (spec["op_id"], spec["call_key"]):
         raise SpecError(
             f"{spec['op_id']}: the recorded call {spec['call_key']} is {inv.op_id} {inv.call_key} with today's "
@@ -102,8 +117,30 @@ def _kernel(spec: Mapping[str, Any]) -> Kernel[Any, Any]:
     if not (isinstance(cls, type) and issubclass(cls, Kernel)):
         raise SpecError(f"{spec['op_id']}: {spec['kernel']} is not a Kernel.")
     kernel = cls.__new__(cls)
-    vars(kernel).update({k: tagged.decode(v, where=k) for k, v in spec["state"].items()})
+    for name, value in spec["state"].items():
+        # Not through the class, which may be a frozen dataclass.
+        object.__setattr__(kernel, name, _decode(value))
     return kernel
+
+
+def _attributes(kernel: Kernel[Any, Any]) -> dict[str, Any]:
+    """What an instance holds, in its `__dict__` or in slots, less what it only remembers."""
+    members = {name: member for base in type(kernel).__mro__ for name, member in vars(base).items()}
+    slots = {k: getattr(kernel, k) for k, m in members.items() if inspect.ismemberdescriptor(m) and hasattr(kernel, k)}
+    cached = {k for k, member in members.items() if isinstance(member, functools.cached_property)}
+    return {k: v for k, v in {**slots, **vars(kernel)}.items() if k != PROGRAMS and k not in cached}
+
+
+def _import_named(data: Any) -> None:
+    """Imports the modules of the classes that a spec names: decoding only finds what is loaded."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            if key in ("$enum", "$type", "type", "node") and isinstance(value, str) and ":" in value:
+                find(value, "class")
+            _import_named(value)
+    elif isinstance(data, list):
+        for value in data:
+            _import_named(value)
 
 
 def find(name: str, what: str) -> Any:
@@ -113,8 +150,8 @@ def find(name: str, what: str) -> Any:
         raise SpecError(f"{what} {name} cannot be imported: move it to the top level of a module.")
     try:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"{what} {name} cannot be imported ({error}).") from error
+    except Exception as error:
+        raise SpecError(f"{what} {name} cannot be imported ({type(error).__name__}: {error}).") from error
 
 
 # --- Arguments ---
@@ -122,6 +159,8 @@ def find(name: str, what: str) -> Any:
 
 def _encode(x: Any, where: str) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
+        if not all(isinstance(size, int) for size in x.shape):
+            raise SpecError(f"{where} has a symbolic shape, {x.shape}: only calls of known sizes can be tuned.")
         return {"array": str(x.dtype), "shape": list(x.shape)}
     if isinstance(x, np.ndarray):
         return {"values": x.tolist(), "dtype": str(x.dtype)}
@@ -132,11 +171,20 @@ def _encode(x: Any, where: str) -> Any:
     if isinstance(x, functools.partial):
         return {"partial": [_encode(part, where) for part in (x.func, x.args, x.keywords)]}
     if callable(x) and (name := getattr(x, "__qualname__", None)):
-        return {"callable": f"{x.__module__}:{name}"}
+        return {"callable": _callable_name(x, name, where)}
     if classes.is_record(type(x)) and not isinstance(x, type) and jax.tree.leaves(x) != [x]:
         fields = {name: getattr(x, name) for name in _field_names(x)}
         return {"node": classes.name_of(type(x)), "fields": {k: _encode(v, f"{where}.{k}") for k, v in fields.items()}}
     return {"static": tagged.encode(x, where)}
+
+
+def _callable_name(x: Any, qualname: str, where: str) -> str:
+    name = f"{x.__module__}:{qualname}"
+    if "<" not in qualname and find(name, where) is not x:
+        raise SpecError(
+            f"{where}: {name} is another object than the one that was passed, so it cannot be found by name."
+        )
+    return name
 
 
 def _field_names(x: Any) -> Iterable[str]:
@@ -162,8 +210,17 @@ def _decode(data: Mapping[str, Any]) -> Any:
     if "dict" in data:
         return {tagged.decode(k): _decode(v) for k, v in data["dict"]}
     if "node" in data:
-        return find(data["node"], "argument of class")(**{k: _decode(v) for k, v in data["fields"].items()})
+        return _node(find(data["node"], "argument of class"), {k: _decode(v) for k, v in data["fields"].items()})
     return tagged.decode(data["static"])
+
+
+def _node(cls: Any, fields: dict[str, Any]) -> Any:
+    if not dataclasses.is_dataclass(cls):
+        return cls(**fields)
+    node: Any = object.__new__(cls)  # pyright: ignore[reportArgumentType]
+    for name, value in fields.items():  # Fields that its own __init__ would not take, too.
+        object.__setattr__(node, name, value)
+    return node
 
 
 def _dtype(name: str) -> Any:
@@ -188,10 +245,10 @@ def record(inv: Invocation[Any, Any]) -> None:
     path = record_path()
     try:
         add([to_spec(inv)], path)
-    except SpecError as error:
-        logger.warning("Not recorded for tuning elsewhere: %s", error)
     except OSError as error:
         logger.warning("%s: calls cannot be recorded there (%s). Set EJKERNEL_CACHE_DIR.", path, error)
+    except Exception as error:  # noqa: BLE001 - a note about a program must never be what breaks it.
+        logger.warning("%s %s: not recorded for tuning elsewhere: %s", inv.op_id, inv.call_key, error)
 
 
 def add(specs: Iterable[Spec], path: str | os.PathLike[str]) -> None:
@@ -225,4 +282,23 @@ def read(path: str | os.PathLike[str]) -> list[Spec]:
         raise SpecError(f"{path}: {error}") from error
     if not isinstance(data, dict) or data.get("ejkernel_record") != FORMAT or not isinstance(data.get("calls"), list):
         raise SpecError(f"{path}: is not a record of calls of format {FORMAT}. EJKERNEL_OPS_RECORD=1 writes one.")
+    for index, call in enumerate(data["calls"]):
+        wrong = [
+            name for name, kind in _FIELDS.items() if not isinstance(call, dict) or not isinstance(call.get(name), kind)
+        ]
+        if wrong:
+            raise SpecError(f"{path}: call {index} lacks {', '.join(wrong)}, or they are of the wrong kind.")
     return data["calls"]
+
+
+_FIELDS: dict[str, Any] = {
+    "device": str,
+    "op_id": str,
+    "call_key": str,
+    "kernel": str,
+    "state": dict,
+    "backward": bool,
+    "args": list,
+    "kwargs": dict,
+    "signature": dict,
+}

@@ -73,6 +73,11 @@ def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):
         (["tune", "nowhere.json"], "nowhere.json"),
         (["tune", "x.json", "--args", "f32[1]"], "--args and --set go with module:Kernel"),
         (["tune", "tests.offline_program:Mixer", "--args", "f32[1,2,3]", "--executor", "nonsense"], "neither dask://"),
+        (["tune", ".relative:Kernel"], "kernel .relative:Kernel cannot be imported"),
+        (
+            ["tune", "tests.offline_program:Mixer", "--args", "f32[1,2,3]", "--executor", "os:getcwd"],
+            "makes a str, not",
+        ),
         (["labels", "nowhere.hlo"], "not the text of a program"),
     ],
 )
@@ -81,6 +86,31 @@ def test_user_errors_are_one_line_and_exit_code_2(capsys, args, message):
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+def test_program_without_labels_and_budget_without_result_are_exit_code_1(capsys, tmp_path):
+    (tmp_path / "p.hlo").write_text("HloModule nothing\n")
+    code, _, err = ejkernel(capsys, "tune", tmp_path / "p.hlo")
+    assert code == 1
+    assert "has no labels" in err
+    code, _, err = ejkernel(
+        capsys, "tune", "tests.offline_program:Mixer", "--args", "f32[2,4,8]", "--budget", "0.000001",
+        "--isolation", "thread", "--store", tmp_path / "s",
+    )  # fmt: skip
+    assert code == 1
+    assert "the budget ended before anything was measured" in err
+
+
+def test_command_finds_kernels_of_the_current_directory(tmp_path):
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    (tmp_path / "mine.py").write_text(Path(offline_program.__file__).read_text())
+    script = Path(sys.executable).with_name("ejkernel")
+    command = [str(script), "tune", "mine:Mixer", "--args", "f32[1,4,8]", "--store", "s", "--isolation", "thread"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_labels_of_a_program_without_any_is_exit_code_1(capsys, tmp_path):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from typing import Any, Protocol
 
 import jax
@@ -174,18 +175,20 @@ def identity(cfg: Any) -> Hashable:
         return np.ndarray, cfg.dtype.str, cfg.shape, cfg.tobytes()
     if is_dataclass(cfg) and not isinstance(cfg, type):
         return type(cfg), *(identity(getattr(cfg, f.name)) for f in fields(cfg))
+    if type(cfg).__eq__ is object.__eq__ and hasattr(cfg, "__dict__") and not callable(cfg):
+        # A class of its own making that compares by address: its attributes tell.
+        return type(cfg), identity(vars(cfg))
     try:
         hash(cfg)
     except TypeError:
-        # A class of its own making, without a hash: its attributes tell.
         return type(cfg), identity(vars(cfg))
     return type(cfg), scalar_key(cfg)
 
 
 def is_frozen(cfg: Any) -> bool:
-    """Whether a config cannot change under whoever holds it."""
-    try:
-        hash(cfg)
-    except TypeError:
-        return False
-    return True
+    """Whether a config surely cannot change under whoever holds it."""
+    if isinstance(cfg, tuple):
+        return all(map(is_frozen, cfg))
+    if is_dataclass(cfg) and not isinstance(cfg, type):
+        return cfg.__dataclass_params__.frozen and all(is_frozen(getattr(cfg, f.name)) for f in fields(cfg))  # pyright: ignore[reportAttributeAccessIssue]
+    return cfg is None or isinstance(cfg, (bool, int, float, complex, str, bytes, Enum, np.dtype)) or callable(cfg)

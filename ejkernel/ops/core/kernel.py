@@ -46,8 +46,9 @@ class Kernel(Generic[Cfg, Out]):
     that depends on the platform may carry its name as a suffix: see `ejkernel.ops.core.dispatch`.
 
     A kernel is a value: instances of one class with equal simple attributes share their compiled programs, so building
-    one anew at each call is cheap. Assigning an attribute makes it another kernel from then on; what a method changes
-    in place, or while it is being traced, does not.
+    one anew at each call is cheap. Assigning an attribute makes it another kernel for the calls that follow; what a
+    method changes in place, or while it is being traced, does not. A function of yours that was jitted before keeps the
+    kernel as it was, as it keeps everything that it closes over.
     """
 
     _ejkernel_programs: dict[Any, Any]
@@ -76,7 +77,7 @@ class Kernel(Generic[Cfg, Out]):
         """The same as `op_id`."""
         return self.op_id
 
-    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepare(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Brings arguments into canonical form, before anything else looks at them."""
         return args, kwargs
 
@@ -98,7 +99,7 @@ class Kernel(Generic[Cfg, Out]):
         """Another name of `config_space`; override either."""
         return self.config_space(inv)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Out:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Out:
         return _call_by_default(self, *args, **kwargs)
 
     @property
@@ -122,6 +123,13 @@ class Kernel(Generic[Cfg, Out]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        self._changed()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._changed()
+
+    def _changed(self) -> None:
         if PROGRAMS in self.__dict__ and not tracing.active:
             del self.__dict__[PROGRAMS]
 

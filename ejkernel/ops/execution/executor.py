@@ -77,6 +77,10 @@ class _Table(dict[Hashable, Program]):
     __slots__ = ("__weakref__", "latest")
 
 
+class _Token:
+    """Stands for a kernel that shares its programs with nobody, for as long as it stays what it is."""
+
+
 class Executor:
     """Calls kernels like JAX functions.
 
@@ -92,7 +96,7 @@ class Executor:
         self.chooser: ConfigChooser = chooser if chooser is not None else ConfigSelectorChain()
         self._pipeline = Pipeline(self.chooser, stamp_prefix)
         self._shared: dict[Hashable, _Table] = {}
-        self._own: weakref.WeakKeyDictionary[Kernel[Any, Any], _Table] = weakref.WeakKeyDictionary()
+        self._own: weakref.WeakKeyDictionary[_Token, _Table] = weakref.WeakKeyDictionary()
         self._key = object()
 
     def __call__(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
@@ -202,18 +206,20 @@ class Executor:
     def _table(self, kernel: Kernel[Any, Any]) -> _Table:
         """Where the programs of a kernel are; interchangeable instances share it."""
         state = kernel.state()
+        links = kernel.__dict__.setdefault(PROGRAMS, {})
         if state is None:
-            table = self._own.get(kernel)
+            # The token goes with the links when an attribute is assigned, and the table with the token.
+            token = links.setdefault(_Token, _Token())
+            table = self._own.get(token)
             if table is None:
-                table = self._own.setdefault(kernel, _Table())
+                table = self._own.setdefault(token, _Table())
         else:
             key = (type(kernel), state)
             table = self._shared.get(key)
             if table is None:
                 table = bounded(self._shared, key, _Table())
         table.latest = weakref.ref(kernel)
-        links = kernel.__dict__.setdefault(PROGRAMS, {})
-        for dead in [key for key, link in links.items() if link() is None]:
+        for dead in [key for key, link in links.items() if key is not _Token and link() is None]:
             del links[dead]
         links[self._key] = weakref.ref(table)
         return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, Future, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
 from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config.asking import source_of
+from ejkernel.ops.config.asking import on_its_platform, source_of
 from ejkernel.ops.config.entry import StoredEntry
 from ejkernel.ops.config.provenance import collect
 from ejkernel.ops.utils.fingerprint import current_device
@@ -36,15 +36,17 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
     from ejkernel.ops.execution.tuner import Autotuner
 
     inv = specs.from_spec(spec)
-    assert inv.kernel is not None
-    tuning = Autotuner(**settings).tune(inv, inv.kernel)
+    kernel = inv.kernel
+    assert kernel is not None
+    inv = on_its_platform(inv, kernel)
+    tuning = Autotuner(**settings).tune(inv, kernel)
     if tuning.measurement is None:
         raise EjkernelError(f"{inv.op_id} {inv.call_key}: the budget ended before anything was measured.")
     made = entries.make(
         inv.key,
         tuning.cfg,
         signature=inv.signature,
-        provenance=collect(source_of(inv.kernel)) | {"timer": tuning.timer, "device": current_device().device_kind},
+        provenance=collect(source_of(kernel)) | {"timer": tuning.timer, "device": current_device().device_kind},
         statistics=tuning.statistics(),
         complete=tuning.complete,
     )
@@ -54,9 +56,31 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
 def tune_specs(
     calls: Iterable[specs.Spec], executor: Executor, settings: Mapping[str, Any] | None = None
 ) -> Iterator[Finished]:
-    """Tunes each distinct call on one worker, and yields the outcomes as they come in."""
+    """Tunes each distinct call on one worker, and yields the outcomes as they come in.
+
+    Forwards go first, because a backward is measured on what its forward leaves.
+    """
     distinct = {(spec["op_id"], spec["call_key"]): spec for spec in calls}
-    waiting = {executor.submit(tune_spec, spec, dict(settings or {})): spec for spec in distinct.values()}
+    chosen: dict[tuple[str, str], Any] = {}
+    for finished in _wave([s for s in distinct.values() if not s["backward"]], executor, settings):
+        if finished.entry is not None:
+            chosen[finished.spec["op_id"], finished.spec["call_key"]] = finished.entry.cfg_data
+        yield finished
+    backwards = [
+        {**s, "forward_cfg": chosen.get(tuple(s["forward"]), s["forward_cfg"])}
+        for s in distinct.values()
+        if s["backward"]
+    ]
+    yield from _wave(backwards, executor, settings)
+
+
+def _wave(calls: list[specs.Spec], executor: Executor, settings: Mapping[str, Any] | None) -> Iterator[Finished]:
+    waiting: dict[Future[dict[str, Any]], specs.Spec] = {}
+    for spec in calls:
+        try:
+            waiting[executor.submit(tune_spec, spec, dict(settings or {}))] = spec
+        except Exception as error:  # noqa: BLE001 - a pool that broke meanwhile; what it has finished still counts.
+            yield Finished(spec, None, f"{type(error).__name__}: {error}")
     for future in as_completed(waiting):
         spec = waiting[future]
         error = future.exception()
@@ -81,5 +105,8 @@ def executor_at(address: str) -> Iterator[Executor]:
     if ":" not in address:
         raise FleetError(f"--executor: {address!r} is neither dask://host:port nor module:factory.")
     factory: Callable[[], Executor] = specs.find(address, "executor factory")
-    with factory() as executor:
+    made = factory() if callable(factory) else factory
+    if not isinstance(made, Executor):
+        raise FleetError(f"--executor: {address} makes a {type(made).__name__}, not a concurrent.futures.Executor.")
+    with made as executor:
         yield executor

@@ -56,7 +56,15 @@ def autotune_lowered(
             f"autotune_lowered: selector must be a ConfigSelectorChain, got {type(selector).__name__}. "
             "Write autotune_lowered(selector, lowered)."
         )
-    calls, missing = match(labels_of(program), specs)
+    labels = labels_of(program)
+    if not labels:
+        warnings.warn(
+            "autotune_lowered: the program has no labels. The text of a Lowered has them only with "
+            "as_text(debug_info=True), and EJKERNEL_OPS_STAMP=none leaves them out.",
+            UnmatchedCallWarning,
+            stacklevel=2,
+        )
+    calls, missing = match(labels, specs)
     result = tune_calls(selector, calls, tuner)
     result = AutotuningResult(result.device, result.entries, (*missing, *result.unmatched))
     if result.unmatched:
@@ -84,9 +92,16 @@ def labels_of(program: Program) -> list[str]:
 def specs_of(program: Program) -> list[specs.Spec]:
     """Specs of the calls in a program that was traced in this process, to be tuned in another."""
     calls, missing = match(labels_of(program), None)
+    found = []
+    for inv in calls:
+        try:
+            found.append(specs.to_spec(inv))
+        except specs.SpecError as error:
+            missing.append(str(error))
     if missing:
-        raise specs.SpecError("specs_of: " + "; ".join(missing))
-    return [specs.to_spec(inv) for inv in calls]
+        lines = "\n".join(f"  {line}" for line in missing)
+        warnings.warn(f"specs_of: left out:\n{lines}", UnmatchedCallWarning, stacklevel=2)
+    return found
 
 
 def match(labels: Iterable[str], given: Specs) -> tuple[list[Invocation[Any, Any]], list[str]]:
@@ -151,8 +166,13 @@ def tune_each(
         try:
             here = on_its_platform(_after_forward(inv, chosen), inv.kernel)
             tuning = selector.tune(here, inv.kernel, tuner=tuner)
-        except EjkernelError as error:
-            yield Outcome(inv, None, str(error))
+        except Exception as error:  # noqa: BLE001 - one kernel's failure must not cost the others their tuning.
+            yield Outcome(
+                inv, None, str(error) if isinstance(error, EjkernelError) else f"{type(error).__name__}: {error}"
+            )
+            continue
+        if tuning.measurement is None:
+            yield Outcome(inv, None, "the budget ended before anything was measured")
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
             yield Outcome(inv, tuning)

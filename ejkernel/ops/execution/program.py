@@ -31,8 +31,8 @@ class StaticFound(Exception):
     """While tracing: an argument is a Python scalar, which is static here and an array to `jax.jit`."""
 
 
-REFUSED = (StaticFound, TypeError, IndexError)
-"""What `jax.jit` raises for arguments that are not arrays; an IndexError where it fails to name one called `args`."""
+REFUSED = (StaticFound, TypeError)
+"""What comes of arguments that are not arrays: the former from us, the latter from `jax.jit`."""
 
 
 class Program:
@@ -97,17 +97,18 @@ class Program:
                 self._split_variant(statics).lower(arrays).compile()
 
     def _new_optimistic(self, static_args: Any, static_kwargs: Any) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(_looks_static(x) for x in jax.tree.leaves((args, kwargs))):
+        # JAX confuses a keyword argument with a parameter of its name: nobody calls theirs like these.
+        def call(*ejkernel_args: Any, **ejkernel_kwargs: Any) -> Any:
+            if any(_looks_static(x) for x in jax.tree.leaves((ejkernel_args, ejkernel_kwargs))):
                 raise StaticFound
-            merged = list(args)
+            merged = list(ejkernel_args)
             for index, value in static_args:
                 merged[index] = value
-            return self._trace(tuple(merged), {**kwargs, **dict(static_kwargs)})
+            return self._trace(tuple(merged), {**ejkernel_kwargs, **dict(static_kwargs)})
 
         return jax.jit(_named(call, self._name))
 
-    def _call_bound(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_bound(self, /, *args: Any, **kwargs: Any) -> Any:
         key, args_left, kwargs_left = self._bind(args, kwargs)
         variant = self._variant(key, args, kwargs)
         if variant is not None:

@@ -13,10 +13,13 @@ from typing import Any
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.cache import overlay_cache
+from ejkernel.ops.config.entry import plain
+from ejkernel.ops.utils import jsontext
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
 
 SCHEMA = 1
+MAX_BYTES = 256 << 20
 
 
 class ResultFileError(EjkernelError, ValueError):
@@ -92,7 +95,7 @@ class AutotuningResult:
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file that `load` reads back."""
         entries = [
-            {"op_id": e.op_id, "call_key": e.call_key, "cfg": encode_cfg(e.cfg), "statistics": dict(e.statistics)}
+            {"op_id": e.op_id, "call_key": e.call_key, "cfg": encode_cfg(e.cfg), "statistics": plain(e.statistics)}
             for e in self.entries
         ]
         data = {
@@ -108,12 +111,12 @@ class AutotuningResult:
     def load(cls, path: str | os.PathLike[str]) -> AutotuningResult:
         """Reads what `dump` wrote; the configs' classes must be imported already."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = jsontext.parse(Path(path).read_bytes(), max_bytes=MAX_BYTES)
             if data["schema"] != SCHEMA:
                 raise ResultFileError(f"{path}: written with schema {data['schema']!r}, this version reads {SCHEMA}.")
             entries = [
                 Entry(e["op_id"], e["call_key"], decode_cfg(e["cfg"]), e.get("statistics", {})) for e in data["entries"]
             ]
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            return cls(data["device"], tuple(entries), tuple(data.get("unmatched", ())))
+        except (jsontext.JsonTextError, KeyError, TypeError) as error:
             raise ResultFileError(f"{path}: not a tuning result of ejkernel ({error!r}).") from error
-        return cls(data["device"], tuple(entries), tuple(data.get("unmatched", ())))

@@ -65,9 +65,11 @@ def parse_label(text: str) -> Label:
     if match is None:
         raise LabelError(f"label: {text!r} is not of the form <prefix>#<op>:<16 hex digits>.")
     spec = match["spec"]
-    return Label(
-        unescape(match["prefix"]), unescape(match["op"]), match["key"], json.loads(unescape(spec)) if spec else None
-    )
+    try:
+        signature = json.loads(unescape(spec)) if spec else None
+        return Label(unescape(match["prefix"]), unescape(match["op"]), match["key"], signature)
+    except ValueError as error:
+        raise LabelError(f"label: {text!r} is damaged ({error}).") from error
 
 
 def label_scope(inv: Invocation[Any, Any], prefix: str) -> AbstractContextManager[Any]:
@@ -87,7 +89,16 @@ def label(name: str) -> Callable[[_F], _F]:
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:
     """The labels in a program's text, each once, in order of first appearance."""
-    return list(dict.fromkeys(match[0] for match in LABEL_RE.finditer(text)))
+    return [found for found in dict.fromkeys(match[0] for match in LABEL_RE.finditer(text)) if _is_label(found)]
+
+
+def _is_label(text: str) -> bool:
+    """Whether what looks like a label is one, and not a chance resemblance."""
+    try:
+        parse_label(text)
+    except LabelError:
+        return False
+    return True
 
 
 def find_labels_in_lowered(lowered: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:

@@ -141,6 +141,52 @@ def test_assigning_an_attribute_makes_another_kernel():
     np.testing.assert_array_equal(executor(kernel, X), X + 1)
 
 
+@pytest.mark.parametrize("extra", [[1], jnp.sin, lambda x: x], ids=["list", "function", "lambda"])
+def test_assigning_an_attribute_counts_beside_attributes_that_are_not_simple(extra):
+    executor, kernel = new_executor(), Counted(2)
+    kernel.extra = extra
+    np.testing.assert_array_equal(executor(kernel, X * 3), X * 9)
+    kernel.power = 3
+    np.testing.assert_array_equal(executor(kernel, X * 3), X * 27)
+
+
+def test_deleting_an_attribute_makes_another_kernel():
+    class Default(Counted):
+        power = 3
+
+    executor, kernel = new_executor(), Default(2)
+    np.testing.assert_array_equal(executor(kernel, X * 3), X * 9)
+    del kernel.power
+    np.testing.assert_array_equal(executor(kernel, X * 3), X * 27)
+
+
+def test_kernel_may_be_a_dataclass_without_a_hash():
+    @dataclass
+    class Unhashable(Bare):
+        power: list
+
+        def run(self, x, *, cfg):
+            return x ** self.power[0]
+
+    executor = new_executor()
+    np.testing.assert_array_equal(executor(Unhashable([2]), X * 3), X * 9)
+    np.testing.assert_array_equal(executor(Unhashable([3]), X * 3), X * 27)
+
+
+def test_config_that_changed_counts_as_it_is_now():
+    class Mutable:
+        factor = 2
+
+    class Typed(Bare):
+        def run(self, x, *, cfg):
+            return x * cfg.factor
+
+    executor, cfg = new_executor(), Mutable()
+    np.testing.assert_array_equal(executor(Typed(), X, cfg=cfg), 2 * X)
+    cfg.factor = 9
+    np.testing.assert_array_equal(executor(Typed(), X, cfg=cfg), 9 * X)
+
+
 def test_kernel_may_take_notes_on_itself_while_it_is_traced():
     class Noting(Bare):
         def __init__(self):
@@ -246,7 +292,26 @@ def test_explicit_config_counts_as_it_was_given():
     np.testing.assert_array_equal(executor(AnyConfig(), jnp.ones(5), cfg={"factor": 2}), 2 * jnp.ones(5))
 
 
-@pytest.mark.parametrize("name", ["method", "attempt", "fixed", "first", "self_", "args", "kernel", "inv", "key"])
+NAMES = ["method", "attempt", "fixed", "first", "self", "args", "kwargs", "kernel", "inv", "key", "call"]
+
+
+@pytest.mark.parametrize("value", ["static", 2, jnp.ones(2)], ids=["text", "scalar", "array"])
+@pytest.mark.parametrize("name", NAMES)
+def test_keyword_argument_of_any_name_and_kind_arrives(name, value):
+    class Keyword(Bare):
+        def run(*arguments, cfg, **kwargs):
+            assert list(kwargs) == [name]
+            return arguments[1]
+
+        def prepare(*arguments, **kwargs):
+            return arguments[1:], kwargs
+
+    executor, x = new_executor(), jnp.ones(3)
+    for _ in range(2):
+        np.testing.assert_array_equal(executor(Keyword("keyword"), x, **{name: value}), x)
+
+
+@pytest.mark.parametrize("name", ["method", "attempt", "fixed", "first", "args", "kernel", "inv", "key"])
 def test_keyword_arguments_may_have_any_name(name):
     class Keyword(Bare):
         def run(self, x, *, cfg, **kwargs):

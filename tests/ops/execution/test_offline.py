@@ -1,5 +1,6 @@
 """Tuning a whole program before it runs, in this process and in others."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from ejkernel.ops import (
     specs_of,
 )
 from ejkernel.ops.execution.offline import ProgramError, UnmatchedCallWarning
-from tests import offline_program
+from tests import offline_program, recorded_kernels, recorded_types
 from tests.support import OwnBackward, Plain, Scale
 
 X = jnp.linspace(0.1, 1.0, 8)
@@ -242,7 +243,94 @@ def test_kernel_that_changed_since_it_was_recorded_is_reported(setting):
         specs.from_spec({**spec, "args": spec["args"][:1]})
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"ejkernel_record": 99, "calls": []}', "\x00"])
+RECORDED = {
+    "enum": ((X, recorded_types.Mode.FAST), {}),
+    "node": ((recorded_types.Node(X, "a"),), {}),
+    "containers": (({"a": [X, (X, None)]},), {"scale": 0.5, "name": "x", "dtype": jnp.bfloat16}),
+    "callables": ((X, jnp.sin), {"f": functools.partial(jnp.sum, axis=0)}),
+    "random keys": ((X, jax.random.key(0)), {}),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_arguments_are_made_again_in_another_process(name, tmp_path):
+    args, kwargs = RECORDED[name]
+    executor = Executor(ConfigSelectorChain())
+    kernel = recorded_kernels.Anything(mode=recorded_types.Mode.FAST, fn=jnp.cos, size=3)
+    inv = executor.explain(kernel, *args, **kwargs).selection.inv
+    specs.write([specs.to_spec(inv)], tmp_path / "record.json")
+    code = (
+        "import sys; from ejkernel.ops import specs\n"
+        "(spec,) = specs.read(sys.argv[1]); inv = specs.from_spec(spec)\n"
+        "assert inv.kernel.mode.name == 'FAST' and inv.kernel.size == 3\n"
+        "print(inv.call_key, inv.args, inv.kwargs, inv.kernel.fn)\n"
+    )
+    assert inv.call_key in run("-c", code, str(tmp_path / "record.json"))
+
+
+def test_kernels_with_slots_are_recorded(tmp_path):
+    inv = Executor().explain(recorded_kernels.Slotted(3.0), X).selection.inv
+    assert specs.from_spec(specs.to_spec(inv)).kernel.power == 3.0
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (recorded_types.Act().scaled, "is another object than the one that was passed"),
+        (functools.wraps(jnp.sin)(lambda x: x), "is another object than the one that was passed"),
+    ],
+    ids=["bound method", "wrapper"],
+)
+def test_callables_that_their_name_does_not_lead_to_are_refused(argument, message):
+    inv = Executor().explain(recorded_kernels.Anything(), X, argument).selection.inv
+    with pytest.raises(specs.SpecError, match=message):
+        specs.to_spec(inv)
+
+
+def test_recording_never_breaks_the_program(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    (tmp_path / "record.json").write_text('{"ejkernel_record": 1, "calls": [1]}')
+    executor = Executor(ConfigSelectorChain())
+    np.testing.assert_array_equal(executor(recorded_kernels.Anything(), X), X)
+    assert "call 0 lacks" in caplog.text
+    (tmp_path / "record.json").unlink()
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b"), jnp.float32)
+    jax.export.export(jax.jit(lambda x: executor(recorded_kernels.Anything(), x)))(shape)
+    assert "has a symbolic shape" in caplog.text
+
+
+def test_one_kernel_that_fails_does_not_cost_the_others_their_tuning(setting):
+    selector, executor, kernel = setting
+
+    class Broken(Plain):
+        def config_space(self, inv):
+            raise ValueError("no space")
+
+    lowered = jax.jit(lambda x: executor(kernel, x, x) + executor(Broken("broken"), x, x)).lower(X)
+    with pytest.warns(UnmatchedCallWarning, match="broken .*: ValueError: no space"):
+        result = autotune_lowered(selector, lowered)
+    assert [entry.op_id for entry in result] == ["harmless"]
+
+
+def test_budget_that_ends_before_anything_is_measured_is_not_a_result(setting):
+    selector, executor, kernel = setting
+    lowered = jax.jit(lambda x: executor(kernel, x, x)).lower(X)
+    with pytest.warns(UnmatchedCallWarning, match="the budget ended before anything was measured"):
+        result = autotune_lowered(selector, lowered, tuner=Autotuner(budget_s=0))
+    assert len(result) == 0
+
+
+def test_program_without_labels_is_warned_about(setting):
+    selector, executor, kernel = setting
+    text = jax.jit(lambda x: executor(kernel, x, x)).lower(X).as_text()
+    with pytest.warns(UnmatchedCallWarning, match=r"has no labels.*debug_info=True"):
+        assert len(autotune_lowered(selector, text)) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"ejkernel_record": 1, "calls": [{}]}', "[1]", '{"ejkernel_record": 99, "calls": []}', "\x00"]
+)
 def test_what_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(specs.SpecError, match=r"record\.json"):

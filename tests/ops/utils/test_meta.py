@@ -114,6 +114,9 @@ def test_escape_is_reversible_and_stays_in_its_alphabet(text):
 
 def test_text_without_labels_and_broken_labels():
     assert extract_labels_from_hlo_text("nothing # here : 0123456789abcdef") == []
+    assert extract_labels_from_hlo_text("a#b:0123456789abcdef:zzz a~ff#b:0123456789abcdef") == []
+    with pytest.raises(meta.LabelError, match="is damaged"):
+        meta.parse_label("a#b:0123456789abcdef:zzz")
     with pytest.raises(meta.LabelError, match="'x#y' is not of the form"):
         meta.parse_label("x#y")
 
