@@ -23,6 +23,12 @@ class Config:
     tile: tuple[int, int] = (1, 2)
 
 
+@pytest.fixture(autouse=True)
+def no_installed_packs(monkeypatch):
+    """The package ships packs of its own; these tests are about those they make."""
+    monkeypatch.setattr("ejkernel.ops.config.packs.from_packages", list)
+
+
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "home"))
