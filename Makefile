@@ -3,12 +3,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint bench lock clean
+.PHONY: demo test suite test-all lint bench lock clean
 
 demo: $(STAMP)  ## Tune flash attention on this machine's device and print what became of every candidate.
 	$(BIN)/python examples/demo.py
 
-test: lint  ## Lint, then the whole CPU suite.
+test: lint suite  ## Lint, then the whole CPU suite.
+
+suite: $(STAMP)  ## The whole CPU suite.
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu"
 
 test-all:  ## The suite on every supported Python that is installed.

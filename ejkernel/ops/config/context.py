@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -48,16 +48,14 @@ class Identity:
         return id(self.target)
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """Changes to the policy of one selector, or (None) of all."""
 
     selector: Identity | None
     changes: tuple[tuple[str, Hashable], ...]
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(NamedTuple):
     """What the `with` blocks around a call have set, outermost first."""
 
     overlays: tuple[Overlay, ...] = ()
@@ -79,9 +77,9 @@ def entered(*, overlay: Overlay | None = None, override: Override | None = None)
     """Adds to the scope of this thread for the duration of a `with` block."""
     scope = current_scope()
     if overlay is not None:
-        scope = replace(scope, overlays=(*scope.overlays, overlay))
+        scope = scope._replace(overlays=(*scope.overlays, overlay))
     if override is not None:
-        scope = replace(scope, overrides=(*scope.overrides, override))
+        scope = scope._replace(overrides=(*scope.overrides, override))
     with _scope(scope):
         yield
 

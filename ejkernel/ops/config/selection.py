@@ -7,8 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
@@ -44,8 +43,7 @@ class Tuner(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Tier:
+class Tier(NamedTuple):
     """What one tier holds for a call."""
 
     name: str
@@ -53,8 +51,7 @@ class Tier:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """An answer: the config, the tier that gave it, and what each tier held."""
 
     inv: Invocation[Any, Any]

@@ -6,9 +6,9 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,8 +44,7 @@ class ChooserError(EjkernelError, TypeError):
     """What was given to choose configs cannot choose."""
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """Why a call gets its config."""
 
     selection: Selection

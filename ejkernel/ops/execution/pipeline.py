@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.core import Tracer
@@ -37,8 +37,7 @@ class InputsWanted(Exception):
     """The config is about to be measured, so the call's own data is wanted if there is any."""
 
 
-@dataclass(frozen=True)
-class Fixed:
+class Fixed(NamedTuple):
     """What is fixed about a call before it is traced."""
 
     kernel: Kernel[Any, Any]
@@ -46,8 +45,7 @@ class Fixed:
     vjp_cfg: Any = None
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One implementation that may serve a call, with the config that it would get."""
 
     inv: Invocation[Any, Any]
