@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.errors import EjkernelError as EjkernelError
 from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
-from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
 from ejkernel.ops.config.selection import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Tuner as Tuner
@@ -36,23 +35,25 @@ from ejkernel.ops.utils.meta import label as label
 from ejkernel.ops.utils.meta import labels_to_configs as labels_to_configs
 from ejkernel.ops.utils.params import BwdParams as BwdParams
 from ejkernel.ops.utils.params import FwdParams as FwdParams
-from ejkernel.ops.utils.serialize import from_json as from_json
-from ejkernel.ops.utils.serialize import to_json as to_json
 
-# Measuring is imported when it is first asked for: most processes only run.
+# Measuring and storing are imported when they are first asked for: `import ejkernel.ops` stays close to `import jax`.
 _LAZY = {
-    "AutotuningResult": "tuning",
-    "Autotuner": "tuning",
-    "Entry": "tuning",
-    "Measurement": "tuning",
-    "autotune": "tuning",
-    "autotune_recorded": "tuning",
-    "autotune_lowered": "offline",
-    "benchmark": "tuning",
-    "specs_of": "offline",
+    "AutotuningResult": "execution.tuning",
+    "Autotuner": "execution.tuning",
+    "Entry": "execution.tuning",
+    "Measurement": "execution.tuning",
+    "PersistentCache": "config.persistent",
+    "autotune": "execution.tuning",
+    "autotune_lowered": "execution.offline",
+    "autotune_recorded": "execution.tuning",
+    "benchmark": "execution.tuning",
+    "from_json": "utils.serialize",
+    "specs_of": "execution.offline",
+    "to_json": "utils.serialize",
 }
 
 if TYPE_CHECKING:
+    from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
     from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
     from ejkernel.ops.execution.offline import specs_of as specs_of
     from ejkernel.ops.execution.tuning import Autotuner as Autotuner
@@ -62,12 +63,14 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.tuning import autotune as autotune
     from ejkernel.ops.execution.tuning import autotune_recorded as autotune_recorded
     from ejkernel.ops.execution.tuning import benchmark as benchmark
+    from ejkernel.ops.utils.serialize import from_json as from_json
+    from ejkernel.ops.utils.serialize import to_json as to_json
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.execution.{_LAZY[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -13,14 +13,11 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
 from ejkernel.ops.config.asking import accepts, heuristic, source_of
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.differences import closest, differences
-from ejkernel.ops.config.layers import StoreWarning
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils.fingerprint import current_device
-from ejkernel.ops.utils.tagged import ConfigEncodeError
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.entry import StoredEntry
@@ -222,9 +219,10 @@ class ConfigSelectorChain:
         entry = self._nearest(inv, kernel, policy) if policy.transfer else None
         if entry is None:
             return Tier("transferred")
-        return Tier(
-            "transferred", entry.cfg, f"tuned for {'; '.join(differences(entry.signature or {}, inv.signature))}"
-        )
+        from ejkernel.ops.config.differences import differences
+
+        changes = "; ".join(differences(entry.signature or {}, inv.signature))
+        return Tier("transferred", entry.cfg, f"tuned for {changes}")
 
     def _nearest(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
@@ -255,6 +253,8 @@ class ConfigSelectorChain:
 
     def _miss(self, inv: Invocation[Any, Any]) -> str:
         """What to tell about a miss: the key, the closest call that is stored, and how the two differ."""
+        from ejkernel.ops.config.differences import closest
+
         lines = [
             f"{inv.op_id}: no config is stored for call {inv.call_key} on {inv.device_fingerprint}, and the policy is "
             '"frozen". Tune it first, or set EJKERNEL_AUTOTUNE to "off".'
@@ -304,6 +304,9 @@ class ConfigSelectorChain:
                 store.served.forget(inv.key)
         self.cache.put(*inv.key, cfg)
         if persist and self.persistent is not None and self.persist_autotune:
+            from ejkernel.ops.config.layers import StoreWarning
+            from ejkernel.ops.utils.tagged import ConfigEncodeError
+
             try:
                 self.persistent.put(*inv.key, cfg, signature=inv.signature, kernel=source_of(kernel), **facts)
             except ConfigEncodeError as error:

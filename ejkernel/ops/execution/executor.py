@@ -16,7 +16,6 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
 from ejkernel.ops.config import context, selection
 from ejkernel.ops.config.context import identity, is_frozen
-from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import dispatch
@@ -274,6 +273,8 @@ def default_executor() -> Executor:
     if _default is None:
         with _default_lock:
             if _default is None:
+                from ejkernel.ops.config.persistent import PersistentCache
+
                 policy = AutotunePolicy.from_environment()
                 _default = Executor(ConfigSelectorChain(persistent=PersistentCache(), policy=policy))
     return _default
