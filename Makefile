@@ -23,8 +23,11 @@ lint: $(STAMP)
 
 bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m benchmarks.lowering
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python -m benchmarks.racing
+	$(BIN)/python benchmarks/tuning.py
+	$(BIN)/python -m benchmarks.flash_attention
 
 lock: $(STAMP)  ## Resolve the pinned versions anew.
 	$(BIN)/pip install --quiet uv

@@ -185,7 +185,7 @@ def tune(rows, target, budget_s):
         inv = backward_invocation(backward, invocation(kernel, args, kwargs))
         inv = replace(inv, platform=forward.cfg.platform, metadata={"forward_cfg": forward.cfg})
         print(f"{row}, backward: {chain.tune(inv, backward, tuner=tuner).summary()}", flush=True)
-    packs.write(target, [entry for entry in store.entries() if entry.complete])
+        packs.write(target, [entry for entry in store.entries() if entry.complete])
 
 
 def main():

@@ -133,3 +133,56 @@ def load_with_layout(ref: Any, *, layout: Any, optimized: bool = True) -> jax.Ar
 def mosaic_kernels_take_refs() -> bool:
     """Whether `plgpu.kernel` accepts a `jax.Ref` and may change what it holds."""
     return jax.__version_info__ >= (0, 11)
+
+
+# --- cuDNN's attention ---
+
+
+def cudnn_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, causal: bool, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Output, and log-sum-exp [batch, heads, q] in float32, which JAX's public call rounds to the type of `q`."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    rules = _cudnn_rules(scale, causal, window)
+    return cudnn._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *_cudnn_unused(q), is_training=True, **rules)
+
+
+def cudnn_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value after any forward that left its output and log-sum-exp."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    rules = _cudnn_rules(scale, causal, window)
+    return tuple(cudnn._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *_cudnn_unused(q), lse, out, dout, **rules))
+
+
+def _cudnn_unused(q: jax.Array) -> list[jax.Array]:
+    """Bias, lengths, offsets and page tables: empty arrays where they are not used."""
+    return [jax.numpy.zeros(0, q.dtype)] * 7
+
+
+def _cudnn_rules(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    later = {"score_mod": None} if jax.__version_info__ >= (0, 12) else {}
+    return {
+        "scale": scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": MaskType.CAUSAL if causal else MaskType.NO_MASK,
+        "layout": AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+        **later,
+    }

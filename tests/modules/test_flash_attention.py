@@ -333,3 +333,12 @@ def test_importing_the_module_brings_in_no_pallas():
     code = "import sys, ejkernel.modules; print('jax.experimental.pallas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path.cwd())
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_spoiled_row_and_a_missing_tile_are_wrong_and_rounding_is_not():
+    want = jax.random.normal(jax.random.key(0), (1, 4096, 2, 64)).astype(jnp.bfloat16)
+    wrong = FlashAttention().mismatch
+    assert wrong(want * 1.002, want) is None
+    assert wrong(want.at[0, 3, 0, 0].add(0.15), want) is None
+    assert "error" in wrong(want.at[0, 4095, 1].multiply(-1), want)
+    assert "relative error" in wrong(want * 1.1, want)

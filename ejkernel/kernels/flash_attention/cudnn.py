@@ -1,18 +1,17 @@
-"""cuDNN's flash attention, through `jax.nn.dot_product_attention`.
+"""cuDNN's flash attention, through `jax.nn.dot_product_attention`; with gradients, by the two operations beneath it.
 
-What JAX offers in public of the log-sum-exp is rounded to 16 bits, too coarse for a backward. So cuDNN's forward and
-backward are a pair: the forward keeps what JAX's own differentiation of it needs, and a backward after another
-implementation's forward runs cuDNN's forward once more.
+JAX's public call rounds the log-sum-exp to 16 bits, too coarse for a backward, and offers no backward apart. With both
+at hand cuDNN's forward goes with any backward, and its backward with any forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel import _compat
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 
 Array = jax.Array
@@ -54,8 +53,8 @@ def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
     return None
 
 
-def forward(query: Array, key: Array, value: Array, rules: Rules) -> Array:
-    """Returns the output."""
+def run(query: Array, key: Array, value: Array, rules: Rules) -> Array:
+    """Returns the output alone, for calls without gradients."""
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -67,8 +66,29 @@ def forward(query: Array, key: Array, value: Array, rules: Rules) -> Array:
     )
 
 
-def forward_and_pull(
-    query: Array, key: Array, value: Array, rules: Rules
-) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
-    """Returns the output and the function, a pytree, from its gradient to those of query, key and value."""
-    return jax.vjp(lambda q, k, v: forward(q, k, v, rules), query, key, value)
+def forward(query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: None) -> tuple[Array, Array]:
+    """Returns the output and the log-sum-exp [batch, heads, q]."""
+    return _compat.cudnn_forward(query, key, value, **_rules(rules))
+
+
+def backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    extras: Extras,
+    rules: Rules,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    params: None,
+    *,
+    out: Array,
+) -> tuple[Array, Array, Array, None]:
+    """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
+    return *_compat.cudnn_backward(query, key, value, out, lse, dout, **_rules(rules)), None
+
+
+def _rules(rules: Rules) -> dict[str, Any]:
+    # cuDNN's window counts the query's own position.
+    window = None if rules.lower is None else 1 - rules.lower
+    return {"scale": rules.scale, "causal": rules.upper == 0, "window": window}

@@ -92,3 +92,25 @@ def _compare(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
     error = jnp.abs(got - want)
     worst = jnp.max(jnp.where(error > 0, error / jnp.maximum(scale, jnp.finfo(wide).tiny), 0))
     return jnp.sum(unlike), worst
+
+
+def norm_mismatch(got: Any, want: Any, tolerances: Mapping[str, float]) -> str | None:
+    """The first array of a dtype in `tolerances` that is too far off as a whole: by its norm, not by its worst element.
+
+    For kernels whose worst element says little, because rounding alone can spoil a few; call `mismatch` as well.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(want)[0]
+    for (path, expected), actual in zip(paths, jax.tree.leaves(got), strict=True):
+        limit = tolerances.get(np.dtype(expected.dtype).name)
+        if limit is None or (error := float(_norm_error(actual, expected))) <= limit:
+            continue
+        return (
+            f"output{jax.tree_util.keystr(path)}: relative error {error:.1e} is above {limit:.1e} of {expected.dtype}"
+        )
+    return None
+
+
+@jax.jit
+def _norm_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    got, want = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (got, want))
+    return jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), jnp.finfo(want.dtype).tiny)

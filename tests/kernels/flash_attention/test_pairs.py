@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel import _compat
 from ejkernel.kernels.flash_attention import hopper, masks, xla
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported_backward
@@ -44,8 +45,20 @@ def both(forward, backward, case):
 
 @pytest.fixture
 def fake_cudnn(monkeypatch):
-    own = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: own(*a, **{**k, "implementation": "xla"}))
+    """Stands in for cuDNN's two operations, with their signatures."""
+
+    def rules(scale, causal, window):
+        return Rules(scale=scale, lower=None if window is None else 1 - window, upper=0 if causal else None)
+
+    def forward(q, k, v, *, scale, causal, window):
+        return xla.forward(q, k, v, Extras(), rules(scale, causal, window))
+
+    def backward(q, k, v, out, lse, dout, *, scale, causal, window):
+        delta = masks.row_products(out, dout, lse.dtype)
+        return xla.backward(q, k, v, Extras(), rules(scale, causal, window), lse, delta, dout)[:3]
+
+    monkeypatch.setattr(_compat, "cudnn_forward", forward)
+    monkeypatch.setattr(_compat, "cudnn_backward", backward)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [("cudnn", "cudnn"), ("cudnn", "xla"), ("xla", "cudnn")])
@@ -53,6 +66,28 @@ def fake_cudnn(monkeypatch):
 @pytest.mark.usefixtures("fake_cudnn")
 def test_cudnn_pairs_with_itself_and_with_others(forward, backward, make):
     both(forward, backward, Case("pair", make=make))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [{}, {"causal": True}, {"causal": True, "sliding_window": 100}], ids=str)
+@pytest.mark.parametrize("backward", ["cudnn", "mosaic", "triton", "xla"])
+@pytest.mark.parametrize("forward", ["cudnn", "mosaic", "triton", "xla"])
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_any_backward_follows_any_forward_on_a_gpu(forward, backward, make):
+    both(forward, backward, Case("pair", 2, 512, 512, 4, 2, 128, dtype="bfloat16", make=make))
+
+
+@pytest.mark.parametrize("rules", [{"causal": False, "window": None}, {"causal": True, "window": 64}], ids=str)
+def test_cudnn_operations_have_the_signatures_of_this_jax(rules):
+    q, kv = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
+
+    def run(q, k, v, dout):
+        out, lse = _compat.cudnn_forward(q, k, v, scale=0.125, **rules)
+        return out, lse, _compat.cudnn_backward(q, k, v, out, lse, dout, scale=0.125, **rules)
+
+    out, lse, grads = jax.eval_shape(run, q, kv, kv, q)
+    assert (lse.shape, lse.dtype) == ((2, 4, 256), jnp.float32)
+    assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, kv.shape, kv.shape]
 
 
 @pytest.fixture

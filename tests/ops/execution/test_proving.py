@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ejkernel.ops.execution.proving import mismatch, tolerance_for
+from ejkernel.ops.execution.proving import mismatch, norm_mismatch, tolerance_for
 
 WANT = np.linspace(-1, 1, 100)
 
@@ -107,3 +107,13 @@ def test_empty_and_scalar_outputs_compare():
 def test_reference_may_return_numpy_or_plain_numbers():
     assert mismatch(jnp.ones(3), np.ones(3, np.float32)) is None
     assert mismatch(jnp.float32(2), 2.0) is None
+
+
+def test_norm_passes_a_spoiled_element_and_no_spoiled_array():
+    want = jnp.ones((100, 100), jnp.bfloat16)
+    limits = {"bfloat16": 1e-2}
+    assert norm_mismatch([want.at[0, 0].set(1.5)], [want], limits) is None
+    assert "relative error 2.0e-01" in norm_mismatch([want * 0.8], [want], limits)
+    assert "output[1]" in norm_mismatch([want, want * 0], [want, want], limits)
+    assert norm_mismatch([want * 0], [want * 0], limits) is None
+    assert norm_mismatch([want * 0], [want], {"float32": 1e-2}) is None

@@ -24,15 +24,15 @@ def sleeper(seconds):
 @pytest.mark.parametrize("wait_for_each", [True, False])
 def test_the_wall_clock_gives_seconds_per_call(wait_for_each):
     clock = timers.WallClock(wait_for_each=wait_for_each)
-    short, long = clock.measure([sleeper(0.005), sleeper(0.02)])
-    assert 0.005 <= short < 0.019
-    assert 0.02 <= long < 0.06
+    short, long = clock.measure([sleeper(0.005), sleeper(0.2)])
+    assert 0.005 <= short < 0.15
+    assert 0.2 <= long < 0.6
 
 
 def test_calls_that_wait_for_a_core_do_not_count_on_a_cpu():
-    turns = itertools.cycle([0.0005, 0.01])  # Every other call is interrupted.
+    turns = itertools.cycle([0.0005, 0.2])  # Every other call is interrupted.
     clock = timers.WallClock(wait_for_each=True)
-    assert clock.measure([lambda: time.sleep(next(turns))])[0] < 0.004
+    assert clock.measure([lambda: time.sleep(next(turns))])[0] < 0.1
 
 
 def test_short_calls_are_repeated_until_a_sample_is_long_enough():
