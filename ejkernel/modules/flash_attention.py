@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import masks, reference, xla
+from ejkernel.kernels.flash_attention import masks, reference, spaces, xla
 from ejkernel.kernels.flash_attention.arguments import (
     AttentionArgumentError,
     Causal,
@@ -118,25 +118,25 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
         """Prefers cuDNN where it can serve, then what is written for the device, then XLA."""
         platform = self._serving(inv, backward=False)[0]
-        return FlashAttentionConfig(fwd_params=_forward_space(platform, inv)[0], platform=platform)
+        return FlashAttentionConfig(fwd_params=spaces.forward_space(platform, inv)[0], platform=platform)
 
     def config_space(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
         """The tiles of every implementation that can serve the call."""
         platforms = self._serving(inv, backward=False)
-        spaces = {on: _few(on, platforms, _forward_space(on, inv)) for on in platforms}
-        return [FlashAttentionConfig(fwd_params=p, platform=on) for on in platforms for p in spaces[on]]
+        found = {on: spaces.few(on, platforms, spaces.forward_space(on, inv)) for on in platforms}
+        return [FlashAttentionConfig(fwd_params=p, platform=on) for on in platforms for p in found[on]]
 
     def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
         """The forward's own implementation if it has a backward for the call, else the best that has."""
         serving = self._serving(inv, backward=True)
         platform = inv.platform if inv.platform in serving else serving[0]
-        return FlashAttentionConfig(bwd_params=_backward_space(platform, inv)[0], platform=platform)
+        return FlashAttentionConfig(bwd_params=spaces.backward_space(platform, inv)[0], platform=platform)
 
     def config_space_vjp(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
         """The tiles of every implementation whose backward can serve the call."""
         platforms = self._serving(inv, backward=True)
-        spaces = {on: _few(on, platforms, _backward_space(on, inv)) for on in platforms}
-        return [FlashAttentionConfig(bwd_params=p, platform=on) for on in platforms for p in spaces[on]]
+        found = {on: spaces.few(on, platforms, spaces.backward_space(on, inv)) for on in platforms}
+        return [FlashAttentionConfig(bwd_params=p, platform=on) for on in platforms for p in found[on]]
 
     def _serving(self, inv: Invocation[Any, Any], *, backward: bool) -> list[Platform]:
         """Implementations that can serve a call, the most promising first."""
@@ -271,7 +271,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         (q, k, v, *_), extras = args, _extras(args, kwargs)
         if reference.too_large(q, k) is None:
             return reference.attention(q, k, v, extras, rules)
-        return _tiled_reference(args, extras, rules)
+        return reference.tiled(args, extras, rules)
 
     def mismatch(self, got: Any, want: Any) -> str | None:
         """As a whole, gradients in 16 bits are good to a thousandth or so; single elements may be far off.
@@ -328,89 +328,7 @@ def _explicit(platform: str, cfg: FlashAttentionConfig) -> _Explicit | None:
     return None if cfg.bwd_params is None else _Explicit(platform, cfg.bwd_params)
 
 
-# --- Candidates: the guess first ---
-
-
-def _few(platform: str, platforms: list[Platform], space: list[Any]) -> list[Any]:
-    """What to try of an implementation's space: so few of the less promising ones that the tuner can try all.
-
-    Where an implementation is the only one beside XLA, it is tried in full.
-    """
-    better = platforms[: platforms.index(platform)]  # pyright: ignore[reportArgumentType]
-    if platform == "mosaic":
-        return space if len(space) <= 48 else [p for p in space if p.schedule == "persistent"]
-    return space if not better else space[:: max(len(space) // 6, 1)]
-
-
-def _forward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
-    if platform == "xla":
-        return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _xla_blocks(inv)]
-    if platform == "triton":
-        from ejkernel.kernels.flash_attention import triton
-
-        return triton.forward_space(inv.args[0].shape[3])
-    if platform == "pallas":
-        from ejkernel.kernels.flash_attention import pallas
-
-        return pallas.forward_space(inv.args[0].shape[1], inv.args[1].shape[1])
-    if platform == "mosaic":
-        from ejkernel.kernels.flash_attention import hopper
-
-        rules = inv.kwargs["rules"]
-        return hopper.forward_configs(inv.args[0].shape[3], full=rules.lower is None and rules.upper is None)
-    return [None]
-
-
-def _backward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
-    if platform == "xla":
-        return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _xla_blocks(inv)]
-    if platform == "triton":
-        from ejkernel.kernels.flash_attention import triton
-
-        return triton.backward_space(inv.args[0].shape[3])
-    if platform == "pallas":
-        from ejkernel.kernels.flash_attention import pallas
-
-        return pallas.backward_space(inv.args[0].shape[1], inv.args[1].shape[1])
-    if platform == "mosaic":
-        from ejkernel.kernels.flash_attention import hopper
-
-        return hopper.backward_configs(inv.args[0].shape[3])
-    return [None]
-
-
-def _xla_blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
-    """Tiles for all heads at once: none so large that a handful of them would not fit a cache, few small ones."""
-    (batch, q_len, heads, _), kv_len = inv.args[0].shape, inv.args[1].shape[1]
-    sizes = (128, 256, 512, 1024) if batch * heads <= 32 else (64, 128, 256, 512)
-    all_blocks = [(xla.fitted(rows, q_len), xla.fitted(cols, kv_len)) for rows in sizes for cols in sizes]
-    guess = xla.default_blocks(batch * heads, q_len, kv_len)
-    small = [b for b in all_blocks if batch * heads * b[0] * b[1] <= 4 * xla.TILE_SCORES]
-    return list(dict.fromkeys([guess, *small]))
-
-
-# --- Truth and data for tuning ---
-
-
-def _tiled_reference(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
-    """Like the reference, with memory for the sequence only: XLA tiles, everything in float32."""
-    rules = replace(rules, precision=rules.precision or jax.lax.Precision.HIGHEST)
-    wide = lambda x: None if x is None else x.astype(masks.accumulator(x.dtype))
-
-    def forward(q: Array, k: Array, v: Array, bias: Any, aux: Any) -> tuple[Array, Any]:
-        own = extras._replace(bias=bias, softmax_aux=aux)
-        out, lse = xla.forward(q, k, v, own, rules)
-        return out, (q, k, v, own, out, lse)
-
-    def backward(saved: Any, dout: Array) -> tuple[Any, ...]:
-        q, k, v, own, out, lse = saved
-        delta = masks.row_products(out, dout, lse.dtype) if rules.normalize else jnp.zeros_like(lse)
-        grads = xla.backward(q, k, v, own, rules, lse, delta, dout)
-        return *grads, None if own.softmax_aux is None else masks.sinks_gradient(lse, delta, own.softmax_aux)
-
-    run = jax.custom_vjp(lambda *args: forward(*args)[0])
-    run.defvjp(forward, backward)
-    return run(*map(wide, args)).astype(args[0].dtype)
+# --- Data for tuning ---
 
 
 def _example(name: str, x: Any) -> Any:

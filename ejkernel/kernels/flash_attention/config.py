@@ -92,7 +92,9 @@ def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
             ping_pong=ping_pong,
             schedule=schedule,
         )
-        if cfg.unfit(head_dim) is None:
+        # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise.
+        needless = share_qo and dataclasses.replace(cfg, share_qo=False).unfit(head_dim) is None
+        if not needless and cfg.unfit(head_dim) is None:
             yield cfg
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelError
-from ejkernel.kernels.flash_attention import masks
+from ejkernel.kernels.flash_attention import masks, xla
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 
 Array = jax.Array
@@ -83,3 +85,24 @@ def _seen(rows: Array, cols: Array, extras: Extras, rules: Rules) -> Array | Non
     if extras.mask is not None:
         seen = extras.mask if seen is None else seen & extras.mask
     return seen
+
+
+def tiled(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
+    """Like the reference, with memory for the sequence only: XLA tiles, everything in float32."""
+    rules = replace(rules, precision=rules.precision or jax.lax.Precision.HIGHEST)
+    wide = lambda x: None if x is None else x.astype(masks.accumulator(x.dtype))
+
+    def forward(q: Array, k: Array, v: Array, bias: Any, aux: Any) -> tuple[Array, Any]:
+        own = extras._replace(bias=bias, softmax_aux=aux)
+        out, lse = xla.forward(q, k, v, own, rules)
+        return out, (q, k, v, own, out, lse)
+
+    def backward(saved: Any, dout: Array) -> tuple[Any, ...]:
+        q, k, v, own, out, lse = saved
+        delta = masks.row_products(out, dout, lse.dtype) if rules.normalize else jnp.zeros_like(lse)
+        grads = xla.backward(q, k, v, own, rules, lse, delta, dout)
+        return *grads, None if own.softmax_aux is None else masks.sinks_gradient(lse, delta, own.softmax_aux)
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward, backward)
+    return run(*map(wide, args)).astype(args[0].dtype)

@@ -1,0 +1,70 @@
+"""What each implementation may be tuned over for one call: the guess first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ejkernel.kernels.flash_attention import xla
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils.params import BwdParams, FwdParams
+
+
+def few(platform: str, platforms: Sequence[str], space: list[Any]) -> list[Any]:
+    """What to try of an implementation's space: so few of the less promising ones that the tuner can try all.
+
+    Where an implementation is the only one beside XLA, it is tried in full.
+    """
+    better = platforms[: platforms.index(platform)]
+    if platform == "mosaic":
+        return space if len(space) <= 48 else [p for p in space if p.schedule == "persistent"]
+    return space if not better else space[:: max(len(space) // 6, 1)]
+
+
+def forward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
+    """Parameters of an implementation's forward, the guess first."""
+    if platform == "xla":
+        return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _xla_blocks(inv)]
+    if platform == "triton":
+        from ejkernel.kernels.flash_attention import triton
+
+        return triton.forward_space(inv.args[0].shape[3])
+    if platform == "pallas":
+        from ejkernel.kernels.flash_attention import pallas
+
+        return pallas.forward_space(inv.args[0].shape[1], inv.args[1].shape[1])
+    if platform == "mosaic":
+        from ejkernel.kernels.flash_attention import hopper
+
+        rules = inv.kwargs["rules"]
+        return hopper.forward_configs(inv.args[0].shape[3], full=rules.lower is None and rules.upper is None)
+    return [None]
+
+
+def backward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
+    """Parameters of an implementation's backward, the guess first."""
+    if platform == "xla":
+        return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _xla_blocks(inv)]
+    if platform == "triton":
+        from ejkernel.kernels.flash_attention import triton
+
+        return triton.backward_space(inv.args[0].shape[3])
+    if platform == "pallas":
+        from ejkernel.kernels.flash_attention import pallas
+
+        return pallas.backward_space(inv.args[0].shape[1], inv.args[1].shape[1])
+    if platform == "mosaic":
+        from ejkernel.kernels.flash_attention import hopper
+
+        return hopper.backward_configs(inv.args[0].shape[3])
+    return [None]
+
+
+def _xla_blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
+    """Tiles for all heads at once: none so large that a handful of them would not fit a cache, few small ones."""
+    (batch, q_len, heads, _), kv_len = inv.args[0].shape, inv.args[1].shape[1]
+    sizes = (128, 256, 512, 1024) if batch * heads <= 32 else (64, 128, 256, 512)
+    all_blocks = [(xla.fitted(rows, q_len), xla.fitted(cols, kv_len)) for rows in sizes for cols in sizes]
+    guess = xla.default_blocks(batch * heads, q_len, kv_len)
+    small = [b for b in all_blocks if batch * heads * b[0] * b[1] <= 4 * xla.TILE_SCORES]
+    return list(dict.fromkeys([guess, *small]))
