@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from ejkernel import _compat
 from ejkernel.ops.config import context
 from ejkernel.ops.execution import timers
+from ejkernel.ops.execution.cost import Cost, cost_of, flops_of
 from ejkernel.ops.execution.problem import Problem
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import short_hash
@@ -37,6 +38,7 @@ class Built:
 
     program: str
     memory_bytes: int
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,15 @@ class Bench:
         text = lowered.as_text()
         # Of a function on the host the text says only that there is one.
         program = short_hash([text, number]) if _CALLBACK.search(text) else short_hash(text)
-        return Built(program, int(memory))
+        return Built(program, int(memory), cost_of(compiled, self._least_flops))
+
+    @functools.cached_property
+    def _least_flops(self) -> float:
+        """What the reference computes: it has no loops or kernels that hide their work, candidates often do."""
+        reference = self.problem.reference
+        if reference is None:
+            return 0.0
+        return flops_of(lambda arrays: _call(reference, arguments.merge(arrays, self._statics)), self._arrays)
 
     def set_truth(self, number: int | None) -> None:
         """Takes a candidate's output, or the problem's own truth, as the right answer."""

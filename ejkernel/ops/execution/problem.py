@@ -49,6 +49,8 @@ class Problem:
     mismatch: Callable[[Any, Any], str | None] = proving.mismatch
     prove_gradient: Callable[[Any], str | None] | None = None
     """Why a config's gradient is wrong, for kernels whose backward takes the forward's config."""
+    reference: Callable[..., Any] | None = None
+    """What computes the truth from the arguments, if the kernel has such a function."""
 
 
 def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = None) -> Outline:
@@ -80,6 +82,7 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Problem:
         _reference(kernel, args, kwargs),
         mismatch,
         gradients.prover(inv, kernel, args, kwargs, mismatch),
+        getattr(kernel, "reference", None),
     )
 
 

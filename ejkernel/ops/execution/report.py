@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ejkernel.ops.execution.cost import Cost
 from ejkernel.ops.execution.standings import Estimate, Ratio
 
 Status = Literal["winner", "finalist", "raced out", "screened", "unfinished", "failed", "wrong", "duplicate"]
@@ -47,6 +48,7 @@ class Candidate:
     status: Status
     reason: str = ""
     measurement: Measurement | None = None
+    guess: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class Tuning:
       timer: The clock; times of different clocks are not comparable.
       rounds: Rounds of the race.
       seconds: Time spent.
+      cost: What the call costs at least, as far as it can be counted.
     """
 
     cfg: Any
@@ -72,6 +75,7 @@ class Tuning:
     timer: str
     rounds: int
     seconds: float
+    cost: Cost | None = None
 
     def counts(self) -> dict[str, int]:
         """How many candidates ended in which way."""
@@ -85,13 +89,10 @@ class Tuning:
             "speedup": None if self.speedup is None else asdict(self.speedup),
             "rounds": self.rounds,
             "seconds": round(self.seconds, 3),
+            "cost": None if self.cost is None else asdict(self.cost),
             "counts": self.counts(),
-            "candidates": [
-                {"cfg": repr(c.cfg), "status": c.status, "reason": c.reason,
-                 "median_ms": None if c.measurement is None else c.measurement.median_ms}
-                for c in self.candidates
-            ],
-        }  # fmt: skip
+            "candidates": [_candidate(c) for c in self.candidates],
+        }
 
     def summary(self) -> str:
         """One paragraph for a person."""
@@ -109,6 +110,19 @@ class Tuning:
             f"  {c.status}: {c.cfg!r}: {_brief(c.reason)}" for c in self.candidates if c.status in ("failed", "wrong")
         ]
         return "\n".join(lines)
+
+
+def _candidate(c: Candidate) -> dict[str, Any]:
+    measured = c.measurement
+    times = {} if measured is None else {"low_ms": measured.low_ms, "high_ms": measured.high_ms, "n": measured.samples}
+    return {
+        "cfg": repr(c.cfg),
+        "status": c.status,
+        "reason": c.reason,
+        "guess": c.guess,
+        "median_ms": None if measured is None else measured.median_ms,
+        **times,
+    }
 
 
 def _brief(reason: str) -> str:

@@ -112,4 +112,5 @@ class Roster:
             else:
                 status, reason = ("raced out", earlier) if n in self.seconds else ("unfinished", "")
             measured = None if standing is None else Measurement.of(standing.estimate, timer)
-            yield Candidate(cfg=cfg, status=status, reason=reason, measurement=measured)
+            guess = self.name(n) == cfg_id(self.guess)
+            yield Candidate(cfg=cfg, status=status, reason=reason, measurement=measured, guess=guess)

@@ -16,6 +16,7 @@ from typing import Any
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.execution import racing, search
 from ejkernel.ops.execution.bench import Built, Rejected
+from ejkernel.ops.execution.cost import Cost, larger
 from ejkernel.ops.execution.history import Decided, History, cfg_id
 from ejkernel.ops.execution.problem import Outline
 from ejkernel.ops.execution.progress import Progress
@@ -74,6 +75,7 @@ class Session:
     _results: list[RaceResult[int]] = field(default_factory=list)
     _has_truth: bool = False
     _finished: bool = False
+    _cost: Cost | None = None
 
     def run(self) -> Tuning:
         """The outcome.
@@ -187,6 +189,7 @@ class Session:
                     self._reject(n, result)
                     continue
                 assert isinstance(result, Built)
+                self._cost = larger(self._cost, result.cost)
                 if self._roster.is_new(n, result.program, result.memory_bytes):
                     built.append(n)
                 else:
@@ -335,6 +338,7 @@ class Session:
             "candidates": candidates,
             "rounds": sum(result.rounds for result in self._results),
             "seconds": seconds,
+            "cost": self._cost,
         }
         if roster.best is None:
             if not self._over or (fallback := self._untested()) is None:

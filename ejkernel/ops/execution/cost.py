@@ -1,0 +1,49 @@
+"""Cost: what a call computes and moves at least, counted by the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Operations of a call, and the bytes of its arguments and results: no implementation can do with less traffic."""
+
+    flops: float
+    bytes: float
+
+
+def cost_of(compiled: Any, least_flops: float = 0.0) -> Cost | None:
+    """The cost of a compiled program that computes at least `least_flops`; None where the compiler does not tell.
+
+    XLA counts the body of a loop once and nothing inside kernels of others, so a count is a lower bound.
+    """
+    try:
+        analysis, memory = compiled.cost_analysis(), compiled.memory_analysis()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
+    flops = analysis.get("flops") if isinstance(analysis, Mapping) else None
+    moved = [getattr(memory, f"{what}_size_in_bytes", None) for what in ("argument", "output")]
+    if flops is None or flops < 0 or None in moved:
+        return None
+    return Cost(flops=max(float(flops), least_flops), bytes=float(sum(moved)))
+
+
+def flops_of(fn: Callable[..., Any], *args: Any) -> float:
+    """Operations of a function, counted without compiling it; 0 where nobody can tell."""
+    try:
+        analysis = jax.jit(fn).lower(*args).cost_analysis()
+    except Exception:  # noqa: BLE001 - a reference need not be traceable, and a figure for reports never stops a tuning.
+        return 0.0
+    return max(float(analysis.get("flops", 0)), 0.0) if isinstance(analysis, Mapping) else 0.0
+
+
+def larger(one: Cost | None, two: Cost | None) -> Cost | None:
+    """Of two counts of the same call the one that saw more of it."""
+    if one is None or two is None:
+        return one or two
+    return max(one, two, key=lambda cost: cost.flops)
