@@ -1,11 +1,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test suite test-all lint bench lock clean
 
-demo: $(STAMP)  ## Tune flash attention on this machine's device and print what became of every candidate.
+demo: $(RUNS)  ## Tune flash attention on this machine's device and print what became of every candidate.
 	$(BIN)/python examples/demo.py
 
 test: lint suite  ## Lint, then the whole CPU suite.
@@ -36,8 +37,14 @@ lock: $(STAMP)  ## Resolve the pinned versions anew.
 clean:
 	rm -rf $(VENV) .venv-* build dist
 
-$(STAMP): pyproject.toml requirements.lock
+# What ejkernel needs to run, at the pinned versions; the build backend comes first, so that nothing else is fetched.
+$(RUNS): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint requirements.lock hatchling editables
+	$(BIN)/pip install --quiet --constraint requirements.lock --no-build-isolation --editable .
+	touch $@
+
+# And what developing it needs.
+$(STAMP): $(RUNS)
 	$(BIN)/pip install --quiet --requirement requirements.lock
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
