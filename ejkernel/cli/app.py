@@ -7,10 +7,15 @@ from typing import Annotated
 import typer
 
 import ejkernel
-from ejkernel.cli import cache, tune
+from ejkernel.cli import bench, cache, explain, info, report, tune
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+app.command()(info.info)
+app.command()(info.kernels)
 app.command()(tune.tune)
+app.command()(bench.bench)
+app.command()(explain.explain)
+app.command()(report.report)
 app.command()(tune.labels)
 app.add_typer(cache.app, name="cache")
 
@@ -20,7 +25,10 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Operations that find, prove and remember their fastest configuration."""
+    """Operations that find, prove and remember their fastest configuration.
+
+    Exit codes: 0 for yes, 1 for no (different, wrong, not found), 2 for an error, told in one line.
+    """
     if version:
         print(f"ejkernel {ejkernel.__version__}")
     elif context.invoked_subcommand is None:

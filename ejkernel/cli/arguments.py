@@ -47,12 +47,15 @@ def _dtype(name: str) -> Any:
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """Keyword arguments, each `name=value` with a JSON value; anything else is text."""
+    """Keyword arguments, each `name=value` with a JSON value or an array like `s32[2,64]`; anything else is text."""
     found = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name.isidentifier():
             raise ArgumentTextError(f"--set: {setting!r} is not of the form name=value.")
+        if _ARRAY.fullmatch(value) is not None:
+            (found[name],) = parse_arrays(value)
+            continue
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:

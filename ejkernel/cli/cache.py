@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ejkernel.cli.options import AsJson, Store
 from ejkernel.cli.output import print_json, print_json_list, print_table, short_arguments, short_cfg
 from ejkernel.cli.store import open_store
 from ejkernel.ops.config import entry as entries
@@ -19,10 +20,8 @@ from ejkernel.ops.config.persistent import PersistentCache
 
 app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")
 
-Store = Annotated[str | None, typer.Option(help="Directory of the store, instead of the default one.")]
 Device = Annotated[str | None, typer.Option(help="Only entries of this device.")]
 Op = Annotated[str | None, typer.Option(help="Only entries of this op.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Source = Annotated[str, typer.Argument(help="A pack (file or URL) or the directory of a store.")]
 Sources = Annotated[list[str], typer.Argument(help="Packs (files or URLs) or directories of stores.")]
 

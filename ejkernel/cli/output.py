@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ejkernel.report.naming import fields_of
+from ejkernel.report.summary import arrays
+
 _MAX_RICH_ROWS = 500  # Beyond, laying out a drawn table takes longer than reading it.
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Tells a person at a terminal that something takes long; gives what changes the text."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status(escape(text)) as status:
+        yield lambda text: status.update(escape(text))
 
 
 def print_json(value: Any) -> None:
@@ -42,7 +59,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def short_arguments(signature: Mapping[str, Any] | None) -> str:
     """Arrays of a signature in one line: `float32[128,256] int32[]`."""
-    return " ".join(_arrays(signature or {}))
+    return " ".join(arrays(signature or {}))
 
 
 def short_cfg(data: Mapping[str, Any]) -> str:
@@ -52,15 +69,11 @@ def short_cfg(data: Mapping[str, Any]) -> str:
     return _short_fields(name, value) if isinstance(value, dict) and not _tag(value) else _short(value)
 
 
-def _arrays(node: Any) -> Iterable[str]:
-    if isinstance(node, Mapping):
-        if "dtype" in node and isinstance(node.get("shape"), list):
-            yield f"{node['dtype']}[{','.join(map(str, node['shape']))}]"
-            return
-        node = list(node.values()) if "static" not in node else []
-    if isinstance(node, list):
-        for child in node:
-            yield from _arrays(child)
+def short_repr(cfg: Any) -> str:
+    """A config in one line, without the fields that are None: `Config(block=128)`."""
+    text = repr(cfg)
+    fields = fields_of(text)
+    return text if fields is None else f"{text.partition('(')[0]}({', '.join(f'{k}={v}' for k, v in fields.items())})"
 
 
 def _tag(value: Mapping[str, Any]) -> str | None:

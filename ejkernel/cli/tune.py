@@ -10,21 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.arguments import parse_arrays, parse_settings
-from ejkernel.cli.output import print_json, print_table, short_arguments
+from ejkernel.cli import calls
+from ejkernel.cli.options import AsJson, Settings, Store
+from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr
 from ejkernel.cli.store import open_store
-from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
 from ejkernel.ops.config import packs
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution import fleet, offline
-from ejkernel.ops.execution.pipeline import invocation, prepared
 from ejkernel.ops.execution.tuner import Autotuner
 from ejkernel.ops.utils import meta
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 class Isolation(enum.StrEnum):
@@ -38,19 +35,17 @@ def tune(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="record.json, a file with the text of a program (StableHLO or HLO), or module:Kernel. "
-            "By default the record file of EJKERNEL_OPS_RECORD=1."
+            help="record.json, a file with the text of a program (StableHLO or HLO), the name of an operation, or "
+            "module:Kernel. By default the record file of EJKERNEL_OPS_RECORD=1.",
         ),
     ] = None,
     specs_file: Annotated[Path | None, typer.Option("--specs", help="Record file for the calls of a program.")] = None,
-    args: Annotated[str, typer.Option(help="Arrays for module:Kernel: f32[1024,64],s32[16].")] = "",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Keyword argument for module:Kernel: causal=true.")
-    ] = None,
+    args: Annotated[str, typer.Option(help="Arrays of the call: f32[1024,64],s32[16].")] = "",
+    settings: Settings = None,
     budget: Annotated[float | None, typer.Option(help="Seconds a call may take to tune.")] = None,
     isolation: Annotated[Isolation, typer.Option(help="Where candidates run.")] = Isolation.process,
     out: Annotated[Path | None, typer.Option(help="Write the results as a pack, too.")] = None,
-    store: Annotated[str | None, typer.Option(help="Directory of the store, instead of the default one.")] = None,
+    store: Store = None,
     executor: Annotated[
         str | None, typer.Option(help="Spread the calls: dask://host:port, or module:factory of an Executor.")
     ] = None,
@@ -66,12 +61,12 @@ def tune(
 
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
     """
-    calls, missing = _calls(target, specs_file, args, settings or [])
-    if not calls and not missing:
+    found, missing = calls.find(target, specs_file, args, settings or [])
+    if not found and not missing:
         missing = ["the program has no labels; the text of a Lowered has them only with as_text(debug_info=True)."]
     cache = open_store(store)
     tuner = {"budget_s": budget, "isolation": str(isolation)}
-    outcomes = _tune_here(cache, calls, tuner) if executor is None else _tune_there(cache, calls, tuner, executor)
+    outcomes = _tune_here(cache, found, tuner) if executor is None else _tune_there(cache, found, tuner, executor)
     rows, failed = _show(outcomes, as_json), list(missing)
     failed += [f"{row['op_id']} {row['call_key']}: {row['error']}" for row in rows if row["error"]]
     if out is not None:
@@ -102,48 +97,11 @@ def labels(
     raise typer.Exit(0 if found else 1)
 
 
-def _calls(
-    target: str | None, specs_file: Path | None, args: str, settings: list[str]
-) -> tuple[list[Invocation[Any, Any]], list[str]]:
-    """The calls that the command line names, and what could not be made into one."""
-    if target is not None and ":" in target and not Path(target).exists():
-        return [_named_call(target, args, settings)], []
-    if args or settings:
-        raise EjkernelError("--args and --set go with module:Kernel.")
-    path = Path(target) if target is not None else specs.record_path()
-    if path.suffix == ".json":
-        return _recorded_calls(path)
-    return offline.match(offline.labels_of(path), specs_file)
-
-
-def _recorded_calls(path: Path) -> tuple[list[Invocation[Any, Any]], list[str]]:
-    calls, missing = [], []
-    for spec in specs.read(path):
-        try:
-            calls.append(specs.from_spec(spec))
-        except EjkernelError as error:
-            missing.append(f"{spec['op_id']} {spec['call_key']}: {error}")
-    return calls, missing
-
-
-def _named_call(name: str, args: str, settings: list[str]) -> Invocation[Any, Any]:
-    import jax
-
-    made = specs.find(name, "kernel")
-    kernel = made() if isinstance(made, type) else made
-    if not isinstance(kernel, Kernel):
-        raise EjkernelError(f"{name}: not a Kernel.")
-    found: list[Invocation[Any, Any]] = []
-    keywords = parse_settings(settings)
-    jax.eval_shape(lambda a: found.append(invocation(kernel, *prepared(kernel, a, keywords))), parse_arrays(args))
-    return found[0]
-
-
 def _tune_here(
-    cache: PersistentCache, calls: list[Invocation[Any, Any]], settings: dict[str, Any]
+    cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     selector, tuner = ConfigSelectorChain(persistent=cache), Autotuner(**settings)
-    for outcome in offline.tune_each(selector, calls, tuner):
+    for outcome in offline.tune_each(selector, found, tuner):
         tuning = outcome.tuning
         if tuning is None:
             yield _row(outcome.inv.key, None, None, outcome.error)
@@ -152,10 +110,10 @@ def _tune_here(
 
 
 def _tune_there(
-    cache: PersistentCache, calls: list[Invocation[Any, Any]], settings: dict[str, Any], address: str
+    cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any], address: str
 ) -> Iterator[dict[str, Any]]:
     with fleet.executor_at(address) as executor:
-        for finished in fleet.tune_specs([specs.to_spec(inv) for inv in calls], executor, settings):
+        for finished in fleet.tune_specs([specs.to_spec(inv) for inv in found], executor, settings):
             spec, entry = finished.spec, finished.entry
             if entry is None:
                 yield _row((spec["device"], spec["op_id"], spec["call_key"]), None, None, finished.error)
@@ -171,7 +129,7 @@ def _row(key: Iterable[str], cfg: Any, statistics: Any, error: str | None) -> di
         "device": device,
         "op_id": op_id,
         "call_key": call_key,
-        "cfg": None if cfg is None else repr(cfg),
+        "cfg": None if cfg is None else short_repr(cfg),
         "measurement": (statistics or {}).get("measurement"),
         "speedup": (statistics or {}).get("speedup"),
         "error": error,

@@ -27,10 +27,10 @@ def cost_of(compiled: Any, least_flops: float = 0.0) -> Cost | None:
     except (jax.errors.JaxRuntimeError, NotImplementedError):
         return None
     flops = analysis.get("flops") if isinstance(analysis, Mapping) else None
-    moved = [getattr(memory, f"{what}_size_in_bytes", None) for what in ("argument", "output")]
-    if flops is None or flops < 0 or None in moved:
+    if flops is None or flops < 0 or memory is None:
         return None
-    return Cost(flops=max(float(flops), least_flops), bytes=float(sum(moved)))
+    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Cost(flops=max(float(flops), least_flops), bytes=float(moved))
 
 
 def flops_of(fn: Callable[..., Any], *args: Any) -> float:

@@ -133,7 +133,12 @@ class Executor:
 
     def explain(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Explanation:
         """Which tier would answer a call, with which key, and what the other tiers hold; nothing is tuned."""
-        inv = self._abstract_invocation(kernel, args, kwargs, cfg)
+        return self.explain_call(self._abstract_invocation(kernel, args, kwargs, cfg))
+
+    def explain_call(self, inv: Invocation[Any, Any]) -> Explanation:
+        """Like `explain`, for a call that was recorded or found in a program."""
+        kernel = inv.kernel
+        assert kernel is not None
         asked: list[Selection] = []
 
         def choose(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:

@@ -1,0 +1,192 @@
+"""`ejkernel bench`: the backends of an operation against each other."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from ejkernel.cli import calls
+from ejkernel.cli.options import AsJson, Operation, Settings, Store
+from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr, working
+from ejkernel.cli.store import open_store
+from ejkernel.ops.config import asking
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.execution.bench import Bench, Rejected
+from ejkernel.ops.execution.problem import from_call
+from ejkernel.ops.execution.report import Measurement
+from ejkernel.ops.execution.standings import Estimate
+
+Say = Callable[[str], None]
+_REFERENCE = "reference"
+_STORED = "stored"
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """A way to run a call, and what became of it."""
+
+    name: str
+    cfg: Any = None
+    reason: str = ""
+    samples: list[float] | None = None
+
+
+def bench(
+    op: Operation,
+    args: Annotated[list[str], typer.Option(help="Arrays of a call: f32[1024,64],s32[16]. Repeat it for more shapes.")],
+    settings: Settings = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples of each backend; they take turns in random order.")] = 20,
+    store: Store = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time every backend of an operation against the others, each with its guess, and with what is stored.
+
+    Outputs are compared with the operation's reference first. Exit code 1 if one was wrong or failed, or if none could
+    run.
+
+    For example:
+
+    ejkernel bench flash_attention --args "f32[1,512,4,64],f32[1,512,4,64],f32[1,512,4,64]" --set causal=true
+
+    ejkernel bench my_pkg.kernels:MyKernel --args "f32[1024]" --args "f32[4096]" --json
+    """
+    cache, results = open_store(store), []
+    with working("starting JAX") as say:
+        for text in args:
+            inv = calls.named(op, text, settings or [])
+            results.append(_measure(inv, ConfigSelectorChain(persistent=cache), rounds, say))
+    if as_json:
+        print_json(results)
+    else:
+        for result in results:
+            _print(result)
+    ran = [row for result in results for row in result["backends"]]
+    for row in ran:
+        if row["status"] in ("wrong", "failed"):
+            print(f"{row['backend']}: {row['status']}: {row['reason']}", file=sys.stderr)
+    good = all(any(row["median_ms"] is not None for row in result["backends"]) for result in results)
+    raise typer.Exit(0 if good and not any(row["status"] in ("wrong", "failed") for row in ran) else 1)
+
+
+def _measure(inv: Invocation[Any, Any], selector: ConfigSelectorChain, rounds: int, say: Say) -> dict[str, Any]:
+    kernel = inv.kernel
+    assert kernel is not None
+    found = _contenders(inv, kernel, selector)
+    problem = from_call(inv, kernel)
+    make = problem.make_fn
+    truth = problem.reference
+    bench = Bench(replace(problem, make_fn=lambda cfg: truth if cfg is _REFERENCE and truth is not None else make(cfg)))
+    try:
+        ready = _prepare(bench, [c for c in found if not c.reason], problem.truth is not None, say)
+        _race(bench, ready, rounds, say)
+        timer = bench.timer.name
+    finally:
+        bench.close()
+    return _result(inv, found, timer, rounds)
+
+
+def _contenders(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], selector: ConfigSelectorChain) -> list[Contender]:
+    found = [_contender(inv, kernel, name) for name, _ in dispatch.implementations(kernel, inv.context)]
+    here = next((replace(inv, platform=c.name) for c in found if not c.reason), None)
+    if here is not None and (chosen := selector.explain(here, kernel)).tier in ("memory", "persistent"):
+        found.append(Contender(name=_STORED, cfg=chosen.cfg))
+    if getattr(kernel, "reference", None) is not None:
+        found.append(Contender(name=_REFERENCE, cfg=_REFERENCE))
+    return found
+
+
+def _contender(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], platform: str) -> Contender:
+    """The backend with the best guess that the kernel has for it."""
+    here = replace(inv, platform=platform)
+    if (reason := dispatch.refusal(kernel, here, platform)) is not None:
+        return Contender(name=platform, reason=reason)
+    guess = asking.heuristic(here, kernel)
+    if dispatch.forced_platform(kernel, guess) in (None, platform):
+        return Contender(name=platform, cfg=guess)
+    space = asking.candidates(here, kernel)
+    listed = () if isinstance(space, dict) else space
+    cfg = next((cfg for cfg in listed if dispatch.forced_platform(kernel, cfg) == platform), None)
+    return Contender(name=platform, cfg=cfg, reason="" if cfg is not None else "the kernel has no config for it")
+
+
+def _prepare(bench: Bench, contenders: list[Contender], has_truth: bool, say: Say) -> dict[int, Contender]:
+    """Those that compile and compute the right answer, by number."""
+    say("compiling")
+    ready: dict[int, Contender] = {}
+    for number, built in enumerate(bench.build([(n, c.cfg) for n, c in enumerate(contenders)])):
+        if isinstance(built, Rejected):
+            contenders[number].reason = f"{built.outcome}: {built.reason}"
+        else:
+            ready[number] = contenders[number]
+    if not ready:
+        return {}
+    say("checking")
+    bench.set_truth(None if has_truth else next(iter(ready)))
+    for number in list(ready):
+        if (rejected := bench.prove(number)) is not None:
+            ready.pop(number).reason = f"{rejected.outcome}: {rejected.reason}"
+    return ready
+
+
+def _race(bench: Bench, ready: dict[int, Contender], rounds: int, say: Say) -> None:
+    rng, order = random.Random(0), list(ready)
+    for contender in ready.values():
+        contender.samples = []
+    for done in range(rounds):
+        say(f"round {done + 1} of {rounds}")
+        rng.shuffle(order)
+        for number, seconds in bench.measure(order).items():
+            contender = ready[number]
+            if isinstance(seconds, Rejected):
+                contender.reason, contender.samples = f"failed: {seconds.reason}", None
+            elif contender.samples is not None:
+                contender.samples.append(seconds)
+        order = [number for number in order if ready[number].samples is not None]
+
+
+def _result(inv: Invocation[Any, Any], found: list[Contender], timer: str, rounds: int) -> dict[str, Any]:
+    device, op_id, call_key = inv.key
+    measured = {c.name: Measurement.of(Estimate.of(np.array(c.samples or [])), timer) for c in found}
+    best = min((m.median_ms for m in measured.values() if m is not None), default=None)
+    rows = []
+    for contender in found:
+        m = measured[contender.name]
+        status, _, reason = contender.reason.partition(": ")
+        known = status in ("wrong", "failed")
+        rows.append(
+            {
+                "backend": contender.name,
+                "cfg": None if contender.cfg in (None, _REFERENCE) else short_repr(contender.cfg),
+                "status": "measured" if m is not None else status if known else "refused",
+                "reason": reason if known else contender.reason,
+                "median_ms": None if m is None else m.median_ms,
+                "low_ms": None if m is None else m.low_ms,
+                "high_ms": None if m is None else m.high_ms,
+                "of_best": None if m is None or best is None else m.median_ms / best,
+            }
+        )
+    place = {"device": device, "op_id": op_id, "call_key": call_key, "arrays": short_arguments(inv.signature)}
+    return {**place, "timer": timer, "rounds": rounds, "backends": rows}
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"{result['op_id']} {result['arrays']} on {result['device']}, {result['timer']} clock")
+    print_table(
+        ["BACKEND", "TIME, MS", "95 % INTERVAL", "OF THE BEST", "CONFIG"], [_row(r) for r in result["backends"]]
+    )
+    print()
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["median_ms"] is None:
+        return row["backend"], "-", "-", "-", f"{row['status']}: {row['reason'].splitlines()[0]}"
+    times = f"{row['median_ms']:.4g}", f"{row['low_ms']:.4g} to {row['high_ms']:.4g}", f"{row['of_best']:.2f} x"
+    return row["backend"], *times, row["cfg"] or ""

@@ -1,0 +1,77 @@
+"""Calls as the command line names them: a record file, the text of a program, or an operation with shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel.cli import operations
+from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
+from ejkernel.errors import EjkernelError
+from ejkernel.ops import specs
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.execution import offline
+from ejkernel.ops.execution.pipeline import invocation, prepared
+
+Call = Invocation[Any, Any]
+
+
+def find(target: str | None, specs_file: Path | None, args: str, settings: list[str]) -> tuple[list[Call], list[str]]:
+    """The calls that the command line names, and what could not be made into one."""
+    if target is not None and not Path(target).exists() and _is_name(target):
+        return [named(target, args, settings)], []
+    if args or settings:
+        raise EjkernelError("--args and --set go with module:Kernel or the name of an operation.")
+    path = Path(target) if target is not None else specs.record_path()
+    if path.suffix == ".json":
+        return _recorded(path)
+    return offline.match(offline.labels_of(path), specs_file)
+
+
+def named(name: str, args: str, settings: list[str]) -> Call:
+    """An abstract call of an operation.
+
+    Raises:
+      ArgumentTextError: The kernel cannot be called with such arguments.
+    """
+    kernel, arrays, keywords = operations.make(name), parse_arrays(args), parse_settings(settings)
+    if not arrays and not keywords:
+        raise ArgumentTextError(
+            f'--args: {name} needs the arrays of a call, for example --args "f32[1024,64],s32[16]".'
+        )
+    return abstract(kernel, arrays, keywords, f"{name} with --args {args!r}")
+
+
+def abstract(kernel: Kernel[Any, Any], arrays: tuple[Any, ...], keywords: dict[str, Any], what: str) -> Call:
+    """A call of `kernel`; what its own code says about wrong arguments is told in one line."""
+    found: list[Call] = []
+    traced = {k: v for k, v in keywords.items() if isinstance(v, jax.ShapeDtypeStruct)}
+    static = {k: v for k, v in keywords.items() if k not in traced}
+
+    def trace(a: tuple[Any, ...], k: dict[str, Any]) -> tuple[()]:
+        found.append(invocation(kernel, *prepared(kernel, a, {**static, **k})))
+        return ()
+
+    try:
+        jax.eval_shape(trace, arrays, traced)
+    except EjkernelError:
+        raise
+    except Exception as error:
+        raise ArgumentTextError(f"{what}: not a call of {kernel.op_id} ({type(error).__name__}: {error}).") from error
+    return found[0]
+
+
+def _is_name(target: str) -> bool:
+    return ":" in target or "." not in Path(target).name
+
+
+def _recorded(path: Path) -> tuple[list[Call], list[str]]:
+    calls, missing = [], []
+    for spec in specs.read(path):
+        try:
+            calls.append(specs.from_spec(spec))
+        except EjkernelError as error:
+            missing.append(f"{spec['op_id']} {spec['call_key']}: {error}")
+    return calls, missing

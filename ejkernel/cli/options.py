@@ -1,0 +1,23 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ejkernel.cli import operations
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for scripts, and nothing else.")]
+Store = Annotated[str | None, typer.Option(help="Directory of the store, instead of the default one.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Keyword argument: causal=true, or an array: q_segment_ids=s32[2,64].")
+]
+Operation = Annotated[
+    str,
+    typer.Argument(
+        metavar="OP",
+        help="Name of an installed operation (see `ejkernel kernels`), or module:Kernel.",
+        autocompletion=operations.complete,
+    ),
+]

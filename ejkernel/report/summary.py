@@ -1,0 +1,129 @@
+"""What a report says about stored entries, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ejkernel.ops.config.entry import StoredEntry
+from ejkernel.report.naming import columns
+
+Data = dict[str, Any]
+
+PEAKS = {
+    "nvidia_h200": (989e12, 4.8e12),
+    "nvidia_h100_80gb_hbm3": (989e12, 3.35e12),
+    "nvidia_a100-sxm4-80gb": (312e12, 2.04e12),
+    "tpu_v5_lite": (197e12, 0.82e12),
+    "tpu_v6_lite": (918e12, 1.64e12),
+}
+"""Dense 16-bit operations and bytes a second, by what a device's fingerprint holds; from the makers' data sheets."""
+
+
+def summarise(entries: Iterable[StoredEntry], source: str) -> Data:
+    """Everything that the page shows."""
+    calls = [_call(entry) for entry in entries]
+    devices = sorted({call["device"] for call in calls})
+    return {"source": source, "calls": calls, "peaks": {device: _peaks(device) for device in devices}}
+
+
+def _peaks(device: str) -> Data | None:
+    found = next((peaks for name, peaks in PEAKS.items() if name in device), None)
+    return None if found is None else {"flops": found[0], "bytes": found[1]}
+
+
+def _call(entry: StoredEntry) -> Data:
+    statistics = entry.statistics
+    fields, candidates = _candidates(statistics.get("candidates"))
+    return {
+        "device": entry.place.device,
+        "op": entry.place.op_id,
+        "key": entry.place.call_key,
+        "arrays": arrays_of(entry.signature),
+        "statics": statics_of(entry.signature),
+        "complete": entry.complete,
+        "layer": entry.layer,
+        "timer": _text(statistics.get("timer")),
+        "rounds": _number(statistics.get("rounds")),
+        "seconds": _number(statistics.get("seconds")),
+        "measurement": _numbers(statistics.get("measurement"), ("median_ms", "low_ms", "high_ms", "samples")),
+        "speedup": _numbers(statistics.get("speedup"), ("value", "low", "high")),
+        "cost": _numbers(statistics.get("cost"), ("flops", "bytes")),
+        "provenance": {str(k): _text(v) for k, v in entry.provenance.items()},
+        "fields": fields,
+        "candidates": candidates,
+    }
+
+
+def _candidates(found: Any) -> tuple[list[str], list[Data]]:
+    """Names of the fields in which candidates differ, and the candidates."""
+    listed = [c for c in found if isinstance(c, Mapping)] if isinstance(found, list) else []
+    fields, values = columns([_text(c.get("cfg")) for c in listed])
+    return fields, [
+        {
+            "cfg": _text(c.get("cfg")),
+            "values": row,
+            "status": _text(c.get("status")),
+            "reason": _text(c.get("reason")),
+            "guess": c.get("guess") is True,
+            **{field: _number(c.get(field)) for field in ("median_ms", "low_ms", "high_ms", "n")},
+        }
+        for c, row in zip(listed, values, strict=True)
+    ]
+
+
+# --- Signatures ---
+
+
+def arrays_of(signature: Mapping[str, Any] | None) -> str:
+    """Arrays in one line, equal ones once: `3 x float32[128,64], int32[]`."""
+    found: list[tuple[str, int]] = []
+    for text in arrays(signature or {}):
+        if found and found[-1][0] == text:
+            found[-1] = (text, found[-1][1] + 1)
+        else:
+            found.append((text, 1))
+    return ", ".join(text if n == 1 else f"{n} x {text}" for text, n in found)
+
+
+def arrays(node: Any) -> Iterator[str]:
+    """Every array of a signature, in order: `float32[128,64]`."""
+    if isinstance(node, Mapping):
+        if "dtype" in node and isinstance(node.get("shape"), list):
+            yield f"{node['dtype']}[{','.join(map(str, node['shape']))}]"
+            return
+        node = list(node.values()) if "static" not in node else []
+    if isinstance(node, list):
+        for child in node:
+            yield from arrays(child)
+
+
+def statics_of(signature: Mapping[str, Any] | None) -> str:
+    """Static arguments in one line: `causal=True, window=64`."""
+    kwargs = (signature or {}).get("kwargs")
+    if not isinstance(kwargs, Mapping):
+        return ""
+    found = [(name, node["static"]) for name, node in kwargs.items() if isinstance(node, Mapping) and "static" in node]
+    return ", ".join(text for name, value in found for text in _static(str(name), value))
+
+
+def _static(name: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping) and isinstance(value.get("fields"), Mapping):
+        return [text for field, inner in value["fields"].items() for text in _static(str(field), inner)]
+    return [] if value is None or isinstance(value, Mapping) else [f"{name}={value}"]
+
+
+# --- Files may hold anything ---
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _numbers(value: Any, names: tuple[str, ...]) -> Data | None:
+    found = {name: _number(value.get(name)) for name in names} if isinstance(value, Mapping) else {}
+    return None if not found or any(number is None for number in found.values()) else found

@@ -1,0 +1,293 @@
+"""`info`, `kernels`, `bench`, `explain`, and what all commands share."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel as package
+from ejkernel.cli import info, main, operations
+from ejkernel.ops import Invocation, Kernel, PersistentCache, specs
+from tests import offline_program
+
+
+def ejkernel(capsys, *args):
+    with pytest.raises(SystemExit) as exit_:
+        main([str(a) for a in args])
+    out = capsys.readouterr()
+    return exit_.value.code, out.out, out.err
+
+
+@dataclass(frozen=True)
+class Pieces:
+    size: int = 4
+    platform: str | None = None
+
+
+class Doubled(Kernel[Pieces, jax.Array]):
+    """Two implementations on a CPU; the one for XLA is right, plain `run` is not."""
+
+    def run_xla(self, x, *, cfg):
+        return x * 2
+
+    def run(self, x, *, cfg):
+        return x * 3
+
+    def reference(self, x):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return Pieces()
+
+
+class Picky(Kernel[Pieces, jax.Array]):
+    """Refuses every call."""
+
+    def run_xla(self, x, *, cfg):
+        return x
+
+    def supports(self, inv, platform):
+        return "never in the mood"
+
+    def heuristic_cfg(self, inv):
+        return Pieces()
+
+
+class Strict(Kernel[Pieces, jax.Array]):
+    def __init__(self, needed):
+        super().__init__("strict")
+        self.needed = needed
+
+
+MIX = "tests.offline_program:Mixer"
+HERE = "tests.cli.test_look"
+
+
+# --- info and kernels ---
+
+
+def test_info_tells_devices_versions_store_and_backends(capsys, tmp_path):
+    code, out, err = ejkernel(capsys, "info", "--store", tmp_path / "s", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["ejkernel"] == package.__version__
+    assert found["versions"]["jax"] == jax.__version__
+    assert len(found["devices"]) == len(jax.local_devices())
+    assert found["store"] == {
+        "path": str(tmp_path / "s"), "exists": False, "writable": True, "entries": 0, "packs": [],
+    }  # fmt: skip
+    backends = {b["name"]: b["reason"] for b in found["backends"]}
+    assert set(backends) == {"triton", "mosaic", "cudnn", "pallas", "xla"}
+    assert backends["xla"] is None
+    code, out, _ = ejkernel(capsys, "info")
+    assert code == 0
+    assert os.environ["EJKERNEL_CACHE_DIR"] in out
+
+
+class FakeDevice:
+    device_kind = "NVIDIA A100"
+    compute_capability = "8.0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "reason"),
+    [
+        ("cpu", "triton", "needs a GPU, this is a CPU"),
+        ("gpu", "pallas", "needs a TPU, this is a GPU"),
+        ("gpu", "mosaic", "needs compute capability 9.0, this is 8.0"),
+        ("gpu", "triton", None),
+        ("gpu", "xla", None),
+        ("tpu", "pallas", None),
+    ],
+)
+def test_backend_that_cannot_run_says_why(monkeypatch, kind, backend, reason):
+    from ejkernel.ops.utils import fingerprint
+
+    monkeypatch.setattr(fingerprint, "device_kind", lambda: kind)
+    monkeypatch.setattr(fingerprint, "current_device", FakeDevice)
+    assert info._why_not(backend) == reason
+
+
+def test_gpu_of_another_maker_has_no_compute_capability(monkeypatch):
+    from ejkernel.ops.utils import fingerprint
+
+    monkeypatch.setattr(fingerprint, "device_kind", lambda: "gpu")
+    monkeypatch.setattr(FakeDevice, "compute_capability", "gfx942")
+    monkeypatch.setattr(fingerprint, "current_device", FakeDevice)
+    assert info._why_not("cudnn") == "needs an NVIDIA GPU, this is NVIDIA A100"
+
+
+def test_kernels_lists_operations_and_their_backends(capsys):
+    code, out, _ = ejkernel(capsys, "kernels", "--json")
+    assert code == 0
+    found = {o["name"]: o for o in json.loads(out)}["flash_attention"]
+    assert set(found["here"]) | set(found["elsewhere"]) == {"triton", "mosaic", "cudnn", "pallas", "xla"}
+    assert "xla" in found["here"]
+
+
+def test_packages_announce_operations(monkeypatch, capsys):
+    from importlib.metadata import EntryPoint
+
+    points = [
+        EntryPoint("mix", MIX, operations.ENTRY_POINTS),
+        EntryPoint("lost", "no.where:K", operations.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(operations.importlib.metadata, "entry_points", lambda group: points)
+    assert isinstance(operations.make("mix"), offline_program.Mixer)
+    assert operations.complete("fl") == ["flash_attention"]
+    code, out, _ = ejkernel(capsys, "kernels")
+    assert code == 0
+    assert "lost: kernel no.where:K cannot be imported" in out
+
+
+# --- explain ---
+
+
+def test_explain_names_the_nearest_entry_and_what_differs(capsys, tmp_path):
+    tune = ["tune", MIX, "--args", "f32[2,8,16]", "--store", tmp_path, "--isolation", "thread", "--json"]
+    assert ejkernel(capsys, *tune)[0] == 0
+    code, out, _ = ejkernel(capsys, "explain", MIX, "--args", "f32[2,8,16]", "--store", tmp_path)
+    assert code == 0
+    assert "from persistent" in out
+    asked = ["explain", MIX, "--args", "f32[2,32,16]", "--set", "causal=false", "--store", tmp_path]
+    code, out, _ = ejkernel(capsys, *asked)
+    assert code == 1
+    assert "args[0].shape: (2, 8, 16) -> (2, 32, 16)" in out
+    assert "kwargs.causal: absent -> false" in out
+    code, out, _ = ejkernel(capsys, *asked, "--json")
+    assert code == 1
+    (call,) = json.loads(out)["calls"]
+    assert (call["tier"], call["stored"]) == ("heuristic", False)
+    assert len(call["nearest"]["differs"]) == 2
+
+
+def test_explain_of_an_operation_that_was_never_tuned(capsys, tmp_path):
+    code, out, _ = ejkernel(capsys, "explain", MIX, "--args", "f32[2,8,16]", "--store", tmp_path)
+    assert code == 1
+    assert "nothing is stored for this operation" in out
+
+
+def test_explain_reads_records_and_tells_what_no_backend_serves(capsys, tmp_path):
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+    calls = [specs.to_spec(Invocation(kernel=k, args=(x,))) for k in (offline_program.MIX, Picky("picky"))]
+    specs.write([*calls, {**calls[0], "kernel": "gone.away:K", "call_key": "f" * 16}], tmp_path / "record.json")
+    code, out, err = ejkernel(capsys, "explain", tmp_path / "record.json", "--store", tmp_path / "s", "--json")
+    assert code == 1
+    found = {call["op_id"]: call for call in json.loads(out)["calls"]}
+    assert found["mix"]["error"] is None
+    assert "never in the mood" in found["picky"]["error"]
+    assert "gone.away:K cannot be imported" in err
+
+
+def test_entry_of_another_device_is_the_nearest_if_there_is_no_other(capsys, tmp_path):
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+    inv = Invocation(kernel=offline_program.Mixer(), args=(x,))
+    cache = PersistentCache(tmp_path)
+    cache.put("gpu-far", inv.op_id, inv.call_key, offline_program.Rows(4), signature=inv.signature)
+    code, out, _ = ejkernel(capsys, "explain", MIX, "--args", "f32[2,8,16]", "--store", tmp_path)
+    assert code == 1
+    assert "device: gpu-far -> " in out
+
+
+# --- bench ---
+
+
+def test_bench_times_backends_on_every_shape(capsys, tmp_path):
+    code, out, err = ejkernel(
+        capsys, "bench", f"{HERE}:Doubled", "--args", "f32[8]", "--args", "f32[16]", "--rounds", "3", "--json",
+        "--store", tmp_path,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    first, second = json.loads(out)
+    assert (first["arrays"], second["arrays"]) == ("float32[8]", "float32[16]")
+    rows = {row["backend"]: row for row in first["backends"]}
+    assert set(rows) == {"xla", "reference"}
+    assert min(row["of_best"] for row in rows.values()) == 1.0
+    assert all(row["low_ms"] <= row["median_ms"] <= row["high_ms"] for row in rows.values())
+
+
+def test_bench_tells_a_wrong_backend_and_exits_1(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(Doubled, "run_xla", lambda self, x, *, cfg: x * 5)
+    command = ["bench", f"{HERE}:Doubled", "--args", "f32[8]", "--rounds", "3", "--store", tmp_path]
+    code, out, err = ejkernel(capsys, *command)
+    assert code == 1
+    assert "reference" in out
+    assert err.startswith("xla: wrong: error")
+
+
+def test_bench_of_a_call_that_nobody_serves_gives_the_reason_and_exits_1(capsys, tmp_path):
+    code, out, _ = ejkernel(capsys, "bench", f"{HERE}:Picky", "--args", "f32[8]", "--rounds", "3", "--store", tmp_path)
+    assert code == 1
+    assert "refused: never in the mood" in out
+
+
+def test_bench_adds_what_is_stored(capsys, tmp_path):
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    inv = Invocation(kernel=Doubled(), args=(x,))
+    PersistentCache(tmp_path).put(*inv.key, Pieces(2), signature=inv.signature)
+    command = ["bench", f"{HERE}:Doubled", "--args", "f32[8]", "--rounds", "3", "--store", tmp_path, "--json"]
+    code, out, _ = ejkernel(capsys, *command)
+    assert code == 0
+    assert "stored" in {row["backend"] for row in json.loads(out)[0]["backends"]}
+
+
+# --- All commands ---
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["bench", "nothing", "--args", "f32[1]"],
+            "'nothing' is not an installed operation. Known are flash_attention",
+        ),
+        (["bench", f"{HERE}:Pieces", "--args", "f32[1]"], "not a Kernel"),
+        (["bench", f"{HERE}:Strict", "--args", "f32[1]"], "cannot be made without arguments"),
+        (["explain", MIX], "--args: tests.offline_program:Mixer needs the arrays of a call"),
+        (["explain", MIX, "--args", "f32[1]", "--set", "nonsense=true"], None),
+        (["explain", "flash_attention", "--args", "f32[2]"], "not a call of flash_attention (TypeError"),
+        (["explain", "x.json", "--args", "f32[1]"], "--args and --set go with"),
+        (["report", "--store", __file__], "is a file; a store is a directory"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(capsys, args, message):
+    code, out, err = ejkernel(capsys, *args)
+    if message is None:  # Nobody looks at keyword arguments before the call is traced.
+        assert (code, "from heuristic" in out) == (1, True)
+        return
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["info", "kernels", "tune", "bench", "explain", "report", "labels", "cache"])
+def test_every_command_has_help(capsys, command):
+    code, out, _ = ejkernel(capsys, command, "--help")
+    assert code == 0
+    assert "--json" in out or command == "cache"
+
+
+def test_keyword_arrays_are_arrays(capsys, tmp_path):
+    x = "f32[1,16,2,8]"
+    code, out, _ = ejkernel(
+        capsys, "explain", "flash_attention", "--args", f"{x},{x},{x}", "--set", "q_segment_ids=s32[1,16]",
+        "--store", tmp_path, "--json",
+    )  # fmt: skip
+    assert code == 1
+    assert "int32[1,16]" in json.loads(out)["calls"][0]["arrays"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell):
+    script = Path(sys.executable).with_name("ejkernel")
+    env = {**os.environ, "_EJKERNEL_COMPLETE": f"complete_{shell}", "COMP_WORDS": "ejkernel ex", "COMP_CWORD": "1"}
+    env |= {"_TYPER_COMPLETE_ARGS": "ejkernel ex", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = subprocess.run([script], env=env, capture_output=True, text=True, check=False)
+    assert "explain" in done.stdout
