@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax._src import ad_util as _ad_util
 from jax._src import config as _config
+from jax._src import distributed as _distributed
 from jax._src import pmap as _pmap
 
 # --- Values ---
@@ -45,6 +46,43 @@ def _called_from(filename: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# --- Many processes ---
+
+
+def distributed_client() -> Any | None:
+    """The client of the key-value store that `jax.distributed.initialize` connects to; None without it."""
+    return _distributed.global_state.client
+
+
+def process_place() -> tuple[int, int]:
+    """This process's number, and how many there are; starts no backend."""
+    state = _distributed.global_state
+    return state.process_id or 0, state.num_processes or 1
+
+
+def key_value_insert(client: Any, key: str, value: str) -> bool:
+    """Inserts a value where there is none; False if there is one already."""
+    try:
+        client.key_value_set(key, value, allow_overwrite=False)
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("ALREADY_EXISTS"):
+            raise
+        return False
+    return True
+
+
+def key_value_get(client: Any, key: str, timeout_s: float) -> str | None:
+    """The value of a key, waited for; None if it does not come within the time."""
+    try:
+        if timeout_s <= 0:
+            return client.key_value_try_get(key)
+        return client.blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+            raise
+        return None
 
 
 # --- Timing ---

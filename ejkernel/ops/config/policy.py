@@ -34,11 +34,17 @@ class AutotunePolicy:
       transfer: Whether a miss may take the config that was tuned for the nearest shape.
       stale: What to do with a stored config whose kernel or toolchain has changed since: use it, tune again, or
         ignore it.
+      agree: Whether the processes of one program choose together; False leaves each to itself.
+      agree_s: How long to wait for the others, in seconds; who waits in vain has all take the guess.
+      sharded: Whether the candidates of a call are spread over the processes when it is tuned.
     """
 
     autotune: AutotuneMode | bool = "off"
     transfer: bool = True
     stale: StaleMode = "use"
+    agree: bool = True
+    agree_s: float = 120.0
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.autotune, bool):
@@ -49,8 +55,11 @@ class AutotunePolicy:
                     f"AutotunePolicy: {name} must be one of {', '.join(map(repr, allowed))}"
                     f"{' or a bool' if name == 'autotune' else ''}, got {getattr(self, name)!r}."
                 )
-        if not isinstance(self.transfer, bool):
-            raise PolicyError(f"AutotunePolicy: transfer must be True or False, got {self.transfer!r}.")
+        for name in ("transfer", "agree", "sharded"):
+            if not isinstance(getattr(self, name), bool):
+                raise PolicyError(f"AutotunePolicy: {name} must be True or False, got {getattr(self, name)!r}.")
+        if not (isinstance(self.agree_s, (int, float)) and 0 < self.agree_s < float("inf")):
+            raise PolicyError(f"AutotunePolicy: agree_s must be a finite number of seconds, got {self.agree_s!r}.")
 
     @classmethod
     def from_environment(cls) -> AutotunePolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
 from ejkernel.ops.config.asking import accepts, heuristic, source_of
@@ -20,7 +22,9 @@ from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils.fingerprint import current_device
 
 if TYPE_CHECKING:
+    from ejkernel.ops.config.agreement import Agreement, Question
     from ejkernel.ops.config.entry import StoredEntry
+    from ejkernel.ops.config.joint import JointSelection
     from ejkernel.ops.config.persistent import PersistentCache
 
 logger = logging.getLogger(__name__)
@@ -80,6 +84,22 @@ OnEvent = Callable[..., None]
 def make_tuner(tuner: Tuner | None) -> Any:
     """What measures for a selector that was given `tuner`; `ejkernel.ops.execution`, which stands above, sets it."""
     raise EjkernelError("ConfigSelectorChain: tuning needs `import ejkernel.ops`.")
+
+
+def make_shared(
+    tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, question: Question
+) -> Any:
+    """What `tuner` becomes when all processes measure; set by `ejkernel.ops.execution` too."""
+    return tuner
+
+
+def agreement_here() -> Agreement | None:
+    """How this process agrees with the others of its program; None if there are none."""
+    if _compat.distributed_client() is None:
+        return None
+    from ejkernel.ops.config.agreement import current
+
+    return current()
 
 
 class _Flights:
@@ -165,18 +185,35 @@ class ConfigSelectorChain:
     def select(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """The first tier's answer, and what the tiers before it held; tunes if the policy says so."""
         policy = effective_policy(self)
+        agreement = agreement_here() if policy.agree else None
         tiers: list[Tier] = []
-        for tier in self._stored(inv, kernel, policy):
+        for tier in self._local(inv) if agreement is not None else self._all_stored(inv, kernel, policy):
             tiers.append(tier)
             if tier.cfg is not None:
                 return Selection(inv, tier.cfg, tier.name, tuple(tiers), policy)
-        answer = self._on_miss(inv, kernel, policy)
+        if agreement is None:
+            answer = self.on_miss(inv, kernel, policy)
+        else:
+            agreed = self.joint.choose(agreement, inv, kernel, policy)
+            tiers += [Tier("memory"), Tier("persistent")]
+            answer = Tier(agreed.tier, agreed.cfg, agreed.note)
         return Selection(inv, answer.cfg, answer.name, (*tiers, answer), policy)
+
+    @functools.cached_property
+    def joint(self) -> JointSelection:
+        """The choices made with other processes."""
+        from ejkernel.ops.config.joint import JointSelection
+
+        return JointSelection(self)
+
+    def effective_policy(self) -> AutotunePolicy:
+        """The policy here and now, overrides applied."""
+        return effective_policy(self)
 
     def explain(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """Like `select`, but asks every tier and never tunes or raises on a miss."""
         policy = effective_policy(self)
-        tiers = [*self._stored(inv, kernel, policy)]
+        tiers = [*self._all_stored(inv, kernel, policy)]
         if policy.autotune == "on":
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
         elif policy.autotune != "frozen":
@@ -191,15 +228,28 @@ class ConfigSelectorChain:
     def needs_inputs(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
         """Whether choosing would measure, and so wants the call's own data."""
         policy = effective_policy(self)
-        return policy.autotune == "on" and all(t.cfg is None for t in self._stored(inv, kernel, policy))
+        if policy.autotune != "on" or any(t.cfg is not None for t in self._all_stored(inv, kernel, policy)):
+            return False
+        agrees = policy.agree and agreement_here() is not None
+        return not agrees or self.joint.known(inv, policy) is None
 
-    def _stored(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterable[Tier]:
+    def _all_stored(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
+    ) -> Iterator[Tier]:
         """The tiers that hold configs, in order; lazily, because a disk may stand behind one."""
+        yield from self._local(inv)
+        yield from self.stored(inv, kernel, policy)
+
+    def _local(self, inv: Invocation[Any, Any]) -> Iterator[Tier]:
+        """The tiers that belong to the program, which is the same in all processes."""
         if inv.override_cfg is not None:
             yield Tier("explicit", inv.override_cfg)
         overlays = context.current_scope().overlays
         for depth, overlay in enumerate(reversed(overlays)):
             yield Tier("overlay", overlay.source.get(*inv.key), f"depth {len(overlays) - depth}")
+
+    def stored(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
+        """The tiers that belong to this process."""
         yield Tier("memory", self.cache.get(*inv.key))
         if self.persistent is not None:
             yield self._persistent_tier(self.persistent, inv, kernel, policy)
@@ -241,7 +291,8 @@ class ConfigSelectorChain:
             stale=policy.stale,
         )
 
-    def _on_miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
+    def on_miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
+        """What to do without a stored config: measure, take the nearest shape's, guess, or raise."""
         if policy.autotune == "on":
             return Tier("autotune", self._tune(inv, kernel, policy))
         if policy.autotune == "frozen":
@@ -268,10 +319,10 @@ class ConfigSelectorChain:
     def _tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Any:
         """Measures, unless another thread or process has done so meanwhile."""
         with self._alone(inv.key):
-            for tier in self._stored(inv, kernel, policy):
+            for tier in self._all_stored(inv, kernel, policy):
                 if tier.cfg is not None:
                     return tier.cfg
-            return self.tune(inv, kernel).cfg
+            return self.measured(inv, kernel, make_tuner(self.tuner)).cfg
 
     @contextmanager
     def _alone(self, key: tuple[str, str, str]) -> Iterator[None]:
@@ -282,27 +333,49 @@ class ConfigSelectorChain:
 
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, tuner: Any = None) -> Any:
         """Measures the candidates of a call now, stores the winner, and returns the whole outcome."""
-        tuner = make_tuner(tuner if tuner is not None else self.tuner)
-        near = self._nearest(inv, kernel, effective_policy(self))
+        agreement = agreement_here() if effective_policy(self).agree else None
+        if agreement is not None:
+            return self.joint.tune(agreement, inv, kernel, tuner)
         with self._alone(inv.key):
-            store = self.persistent if self.persist_autotune else None
-            tuning = tuner.tune(inv, kernel, store=store, seeds=() if near is None else (near.cfg,))
+            return self.measured(inv, kernel, make_tuner(tuner if tuner is not None else self.tuner))
+
+    def measured(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True
+    ) -> Any:
+        """Measures and remembers; on disk too, unless another process does that."""
+        near = self._nearest(inv, kernel, effective_policy(self))
+        store = self.persistent if self.persist_autotune and persist else None
+        tuning = tuner.tune(inv, kernel, store=store, seeds=() if near is None else (near.cfg,))
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
             new = bool(tuning.candidates)
             facts = {"statistics": tuning.statistics(), "complete": tuning.complete}
             measured = {"timer": tuning.timer, "device": current_device().device_kind}
-            self._remember(inv, kernel, tuning.cfg, persist=new, provenance=measured, **facts)
+            self._remember(inv, kernel, tuning.cfg, persist=new and persist, provenance=measured, **facts)
         return tuning
 
-    def _remember(
-        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, *, persist: bool = True, **facts: Any
-    ) -> None:
+    def shared_tuner(
+        self, tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, question: Question
+    ) -> Any:
+        """What measures in this process when all of them do."""
+        made = make_tuner(tuner if tuner is not None else self.tuner)
+        return make_shared(made, kernel, policy, agreement, question)
+
+    def adopt(self, inv: Invocation[Any, Any], cfg: Any) -> None:
+        """Takes a config that was measured for all into memory."""
+        self._answered(inv)
+        self.cache.put(*inv.key, cfg)
+
+    def _answered(self, inv: Invocation[Any, Any]) -> None:
         for store in (self.cache, self.persistent):
             if store is not None:
                 # The one who asked is the one who answers now; nobody else need trace again.
                 store.served.forget(inv.key)
-        self.cache.put(*inv.key, cfg)
+
+    def _remember(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, *, persist: bool = True, **facts: Any
+    ) -> None:
+        self.adopt(inv, cfg)
         if persist and self.persistent is not None and self.persist_autotune:
             from ejkernel.ops.config.layers import StoreWarning
             from ejkernel.ops.utils.tagged import ConfigEncodeError

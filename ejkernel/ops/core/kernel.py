@@ -56,6 +56,9 @@ class Kernel(Generic[Cfg, Out]):
     key_builder: Callable[[Invocation[Cfg, Out]], str] | None = None
     jit: bool = True
     """False runs eager calls without jit, for kernels that must see concrete values."""
+    collective: bool = False
+    """True for kernels that communicate over the axes of a mesh: their keys hold its size, and all processes tune them
+    together."""
     record_integers: bool = False
     """True keeps small concrete integer arrays (group sizes, page tables) when calls are recorded."""
 

@@ -266,7 +266,14 @@ def _make_tuner(tuner: Any) -> Any:
     return tuner if hasattr(tuner, "tune") else ProtocolTuner(tuner)
 
 
+def _make_shared(*tuning: Any) -> Any:
+    from ejkernel.ops.execution.distributed import shared
+
+    return shared(*tuning)
+
+
 selection.make_tuner = _make_tuner
+selection.make_shared = _make_shared
 
 _default: Executor | None = None
 _default_lock = threading.Lock()

@@ -88,9 +88,9 @@ class Autotuner:
 
             data = materialise("autotune", (tuple(args), dict(kwargs)), jax.random.key(0))
             what, problem = Outline("autotune", listed, listed[0]), Problem("autotune", make_fn, *data)
-            return Session(self._effort(), what, lambda: self._local(problem), History(), stop).run()
+            return Session(self.effort(), what, lambda: self.bench(problem), History(), stop).run()
 
-        return self._outside(run).cfg
+        return self.outside(run).cfg
 
     def tune(
         self,
@@ -114,9 +114,10 @@ class Autotuner:
           TuningError: No candidate could be measured.
           TuningInputsError: The call is abstract, and nobody knows legal data for it.
         """
-        return self._outside(lambda stop: self._tune(inv, kernel, configs, store, seeds, stop))
+        return self.outside(lambda stop: self._tune(inv, kernel, configs, store, seeds, stop))
 
-    def _outside(self, run: Callable[[threading.Event], Tuning]) -> Tuning:
+    def outside(self, run: Callable[[threading.Event], Tuning]) -> Tuning:
+        """`run(stop)` where nothing is being traced; the first Ctrl-C sets `stop`."""
         stop = threading.Event()
         # Overlays and policy come along: a candidate may call other kernels.
         return run_outside(lambda: run(stop), contexts=[context.same_scope()], on_interrupt=stop.set)
@@ -133,20 +134,22 @@ class Autotuner:
         what = outline(inv, kernel, configs)
         limits = {"compile_s": self.compile_s, "run_s": self.run_s, "memory_bytes": self.memory_bytes}
         if self.isolation == "thread":
-            open_bench = lambda: self._local(from_call(inv, kernel))
+            open_bench = lambda: self.bench(from_call(inv, kernel))
         else:
             open_bench = lambda: RemoteBench(kernel, inv, self._options(), **limits)
         history = History(store, inv.key, source_of(kernel), aim="cold" if self.cold else "", limits=limits)
         stored = None if store is None else _stored(store, inv, kernel)
-        return Session(self._effort(), what, open_bench, history, stop, seeds, stored).run()
+        return Session(self.effort(), what, open_bench, history, stop, seeds, stored).run()
 
-    def _local(self, problem: Problem) -> Bench:
-        return Bench(problem, compile_s=self.compile_s, **self._options())
+    def bench(self, problem: Problem, **options: Any) -> Bench:
+        """Where the candidates of a problem are measured in this process."""
+        return Bench(problem, compile_s=self.compile_s, **(self._options() | options))
 
     def _options(self) -> dict[str, Any]:
         return {"timer": self.timer, "cold": self.cold, "num_warmup": self.num_warmup}
 
-    def _effort(self) -> Effort:
+    def effort(self) -> Effort:
+        """How much to try."""
         return Effort(
             num_iters=self.num_iters,
             budget_s=self.budget_s,

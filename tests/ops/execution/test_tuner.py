@@ -188,7 +188,7 @@ def test_gradient_is_proved_even_when_time_is_over():
     kernel = kernel_with(Work(SLOW), Work(FAST, "wrong"), base=WithCustomVjp, guess=Work(SLOW))
     rounds, stop = [], threading.Event()
     session = session_of(QUIET, kernel, stop)
-    session.effort = Autotuner(num_iters=1)._effort()
+    session.effort = Autotuner(num_iters=1).effort()
     measure = session.bench.measure
 
     def measure_then_stop(order):
@@ -209,7 +209,7 @@ def session_of(tuner, kernel, stop, store=None):
     from ejkernel.ops.execution.session import Session
 
     inv = call(kernel, X)
-    bench = tuner._local(from_call(inv, kernel))
+    bench = tuner.bench(from_call(inv, kernel))
     history = History(store, inv.key, kernel)
     session = Session(tuner._effort(), outline(inv, kernel), lambda: bench, history, stop)
     session.bench = bench

@@ -1,0 +1,162 @@
+"""Joint choices: what a selector does when its process is one of many that must run the same program."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ejkernel.ops.config import context
+from ejkernel.ops.config.agreement import Agreement, Data, Question
+from ejkernel.ops.config.asking import heuristic
+from ejkernel.ops.config.policy import AutotunePolicy, policy_override
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils import classes
+from ejkernel.ops.utils.serialize import ConfigEncodeError, decode_cfg, encode_cfg
+
+if TYPE_CHECKING:
+    from ejkernel.ops.config.selection import ConfigSelectorChain
+
+Inv = Invocation[Any, Any]
+AnyKernel = Kernel[Any, Any]
+
+_GUESS: Data = {"tier": "heuristic", "cfg": None, "measured": False}
+
+
+class JointTuningWarning(UserWarning):
+    """Processes could not agree on what was measured."""
+
+
+class _Agreed(NamedTuple):
+    cfg: Any
+    tier: str
+    note: str
+    held: Any
+    """What the memory of this process held then; another config in it since asks anew."""
+
+
+class JointSelection:
+    """The choices that a selector has made with the other processes."""
+
+    def __init__(self, selector: ConfigSelectorChain) -> None:
+        self._selector = selector
+        self._agreed: dict[tuple[tuple[str, str, str], AutotunePolicy], _Agreed] = {}
+
+    def known(self, inv: Inv, policy: AutotunePolicy) -> _Agreed | None:
+        """The choice that was made for a call, unless its config was changed here since."""
+        found = self._agreed.get((inv.key, policy))
+        held = self._selector.cache.get(*inv.key)
+        if found is None or held is None or any(context.same_cfg(held, cfg) for cfg in (found.cfg, found.held)):
+            return found
+        return None
+
+    def choose(self, agreement: Agreement, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> _Agreed:
+        """The config that all processes run `inv` with.
+
+        Raises:
+          KeySequenceError: Another process asks for something else.
+          DecisionError: The process that decides could not.
+        """
+        # Questions are numbered: the threads of a process ask one after the other.
+        with agreement.lock:
+            if (known := self.known(inv, policy)) is not None:
+                return known
+            held = self._held(inv, kernel, policy)
+            question = agreement.ask(self._question("choose", agreement, inv, policy), held, policy.agree_s)
+            decide = lambda: self._decide(agreement, question, inv, kernel, policy)
+            if self._helps(agreement, question, kernel, policy):
+                self._measure(agreement, question, inv, kernel)
+            answer = agreement.answer(question, decide, _GUESS, policy.agree_s)
+            agreed = self._take(agreement, question, inv, kernel, answer)
+            self._agreed[inv.key, policy] = agreed
+            return agreed
+
+    def tune(self, agreement: Agreement, inv: Inv, kernel: AnyKernel, tuner: Any) -> Any:
+        """Measures in every process; the outcome of the one that decides counts for all."""
+        policy = self._selector.effective_policy()
+        with agreement.lock:
+            question = agreement.ask(self._question("tune", agreement, inv, policy), None, policy.agree_s)
+            tuning = self._measure(agreement, question, inv, kernel, tuner)
+            decide = lambda: self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
+            answer = agreement.answer(question, decide, _GUESS, policy.agree_s)
+            agreed = self._take(agreement, question, inv, kernel, answer)
+        return tuning if context.same_cfg(tuning.cfg, agreed.cfg) else replace(tuning, cfg=agreed.cfg)
+
+    # --- Asking ---
+
+    def _question(self, kind: str, agreement: Agreement, inv: Inv, policy: AutotunePolicy) -> Data:
+        return {
+            "kind": kind,
+            "selector": agreement.ordinal(self._selector),
+            "op_id": inv.op_id,
+            # Not the device: hosts that differ a little still run one program.
+            "call_key": inv.call_key,
+            "autotune": policy.autotune,
+            "sharded": policy.sharded,
+            "signature": inv.signature,
+        }
+
+    def _held(self, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Data | None:
+        """What this process has for a call, in memory or on disk."""
+        found = next((t for t in self._selector.stored(inv, kernel, policy) if t.cfg is not None), None)
+        return None if found is None else self._encoded(found.name, found.cfg, measured=True)
+
+    def _encoded(self, tier: str, cfg: Any, *, measured: bool) -> Data:
+        try:
+            return {"tier": tier, "cfg": encode_cfg(cfg), "measured": measured}
+        except ConfigEncodeError as error:
+            warnings.warn(f"{error} Other processes cannot be told; all take the guess.", JointTuningWarning, 2)
+            return _GUESS
+
+    # --- Deciding ---
+
+    def _decide(
+        self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy
+    ) -> Data:
+        mine = [question.posts[agreement.index]]
+        holds = next((held for held in mine + [h for _, h in sorted(question.posts.items())] if held), None)
+        if _is_shared(kernel, policy):
+            agreement.insert(f"{question.number}/plan", {"tune": holds is None})
+        if holds is not None:
+            return holds
+        if _is_shared(kernel, policy):
+            tuning = self._measure(agreement, question, inv, kernel)
+            return self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
+        # What is measured may call other kernels, and nobody else does so now.
+        with policy_override(agree=False):
+            answer = self._selector.on_miss(inv, kernel, policy)
+        return self._encoded(answer.name, answer.cfg, measured=answer.name == "autotune")
+
+    def _helps(self, agreement: Agreement, question: Question, kernel: AnyKernel, policy: AutotunePolicy) -> bool:
+        """Whether this process takes part in a tuning that another one decides."""
+        if not _is_shared(kernel, policy) or question.decider(agreement.count) == agreement.index:
+            return False
+        plan = agreement.read(f"{question.number}/plan", policy.agree_s)
+        return plan is not None and plan["tune"]
+
+    def _measure(
+        self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, tuner: Any = None
+    ) -> Any:
+        policy = self._selector.effective_policy()
+        decides = question.decider(agreement.count) == agreement.index
+        share = self._selector.shared_tuner(tuner, kernel, policy, agreement, question)
+        with policy_override(agree=False):
+            return self._selector.measured(inv, kernel, share, persist=decides)
+
+    def _take(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, answer: Data) -> _Agreed:
+        """The answer as this process uses it; what was measured goes into its memory, wherever it was measured."""
+        guess = heuristic(inv, kernel)
+        if answer["cfg"] is None:
+            cfg = guess
+        else:
+            classes.remember(type(guess))  # Reading a config imports nothing, and this is what it may be.
+            cfg = decode_cfg(answer["cfg"], kernel.cfg_type)
+        if answer["measured"]:
+            self._selector.adopt(inv, cfg)
+        note = f"agreed by {agreement.count} processes, decided by process {question.decider(agreement.count)}"
+        return _Agreed(cfg, answer["tier"], note, self._selector.cache.get(*inv.key))
+
+
+def _is_shared(kernel: AnyKernel, policy: AutotunePolicy) -> bool:
+    """Whether all processes measure a call, not only the one that decides."""
+    return policy.autotune == "on" and (policy.sharded or kernel.collective)
