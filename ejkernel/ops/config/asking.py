@@ -10,6 +10,7 @@ from typing import Any
 from ejkernel.ops.config import context
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils.fingerprint import get_device_platform
 
@@ -21,6 +22,8 @@ def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
 
 def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
     """What tuning may try, by the variant of `config_space` or `candidate_cfgs` for the call's platform."""
+    if isinstance(kernel, BatchedKernel):
+        return candidates(kernel.asked(inv), kernel.inner)
     platform = inv.platform or get_device_platform()
     for method in ("config_space", "candidate_cfgs"):
         found = dispatch.find(kernel, method, inv.context, platform)
@@ -45,9 +48,17 @@ def _in_space(space: Any, cfg: Any) -> bool:
     return all(attrgetter(name)(cfg) in values for name, values in axes.items()) and all(c(cfg) for c in conditions)
 
 
+def forward_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:
+    """The kernel whose methods run: that of the forward, for a backward."""
+    return kernel.forward if isinstance(kernel, BackwardKernel) else kernel
+
+
 def source_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:
     """The kernel whose source a measurement depends on."""
-    return kernel.forward if isinstance(kernel, BackwardKernel) else kernel
+    kernel = forward_of(kernel)
+    while isinstance(kernel, BatchedKernel):
+        kernel = kernel.inner
+    return kernel
 
 
 def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invocation[Any, Any]:
@@ -59,9 +70,9 @@ def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invo
     if inv.platform is not None:
         return inv
     reasons: dict[str, str] = {}
-    for platform, _ in dispatch.implementations(source_of(kernel), inv.context):
+    for platform, _ in dispatch.implementations(forward_of(kernel), inv.context):
         here = replace(inv, platform=platform)
-        if (reason := dispatch.refusal(source_of(kernel), here, platform)) is None:
+        if (reason := dispatch.refusal(forward_of(kernel), here, platform)) is None:
             return here
         reasons[platform] = reason
     raise dispatch.UnsupportedCallError(inv, reasons)

@@ -134,9 +134,7 @@ class JointSelection:
         plan = agreement.read(f"{question.number}/plan", policy.agree_s)
         return plan is not None and plan["tune"]
 
-    def _measure(
-        self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, tuner: Any = None
-    ) -> Any:
+    def _measure(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, tuner: Any = None) -> Any:
         policy = self._selector.effective_policy()
         decides = question.decider(agreement.count) == agreement.index
         share = self._selector.shared_tuner(tuner, kernel, policy, agreement, question)

@@ -339,9 +339,7 @@ class ConfigSelectorChain:
         with self._alone(inv.key):
             return self.measured(inv, kernel, make_tuner(tuner if tuner is not None else self.tuner))
 
-    def measured(
-        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True
-    ) -> Any:
+    def measured(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True) -> Any:
         """Measures and remembers; on disk too, unless another process does that."""
         near = self._nearest(inv, kernel, effective_policy(self))
         store = self.persistent if self.persist_autotune and persist else None

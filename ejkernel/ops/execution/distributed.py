@@ -20,6 +20,7 @@ from ejkernel.ops.execution.bench import Bench, Built, Rejected
 from ejkernel.ops.execution.history import History
 from ejkernel.ops.execution.problem import Outline, from_call, outline
 from ejkernel.ops.execution.report import Tuning
+from ejkernel.ops.execution.search.space import MAX_LISTED
 from ejkernel.ops.execution.session import Session, TuningError
 from ejkernel.ops.execution.timers import Call
 from ejkernel.ops.execution.tuner import Autotuner
@@ -55,8 +56,10 @@ class Place:
 
     def exchange(self, step: str, value: Any) -> dict[int, Any]:
         """Values of all processes that came, this one's included."""
-        self.agreement.insert(f"{self.name}/{step}/{self.agreement.index}", value)
-        return {self.agreement.index: value, **self.agreement.gather(f"{self.name}/{step}", self.timeout_s)}
+        # In a list: no value at all means that a process has not come.
+        self.agreement.insert(f"{self.name}/{step}/{self.agreement.index}", [value])
+        others = self.agreement.gather(f"{self.name}/{step}", self.timeout_s)
+        return {self.agreement.index: value, **{process: found[0] for process, found in others.items()}}
 
 
 # --- Candidates spread over the processes ---
@@ -73,7 +76,7 @@ class ShardedTuner:
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **_: Any) -> Tuning:
         """The final's outcome in the process that decides, the own share's in the others."""
         agreement, what = self.place.agreement, outline(inv, kernel)
-        listed = list(itertools.islice(search.Space.of(what.space, what.guess), search.space.MAX_LISTED))
+        listed = list(itertools.islice(search.Space.of(what.space, what.guess), MAX_LISTED))
         share = lambda process: listed[process :: agreement.count]
         mine = self._race(inv, kernel, what, share(agreement.index))
         winners = self._winners(kernel, mine)

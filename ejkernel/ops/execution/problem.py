@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import candidates, heuristic, run_with, source_of
+from ejkernel.ops.config.asking import candidates, forward_of, heuristic, run_with
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.meshed import on_mesh
 from ejkernel.ops.execution import gradients, proving
+from ejkernel.ops.utils import arguments
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -59,7 +61,7 @@ def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = 
     Raises:
       TuningInputsError: The call is abstract, and nobody knows legal data for it.
     """
-    owner = source_of(kernel)
+    owner = forward_of(kernel)
     if inv.is_abstract and getattr(owner, "example_inputs", None) is None:
         _refuse_integers(inv.op_id, (inv.args, dict(inv.kwargs)))
     space = configs if configs is not None else candidates(inv, kernel)
@@ -69,7 +71,11 @@ def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = 
 def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Problem:
     """The problem of one call, forward or backward."""
     args, kwargs = concrete_inputs(inv, kernel)
-    mismatch = _mismatch_of(source_of(kernel))
+    if inv.axes:
+        kernel, place = on_mesh(kernel, inv.axes)
+        put = lambda x: place(x) if arguments.is_array(x) else x
+        args, kwargs = jax.tree.map(put, (args, kwargs))
+    mismatch = _mismatch_of(forward_of(kernel))
     if isinstance(kernel, BackwardKernel):
         make_fn, saved, want = gradients.backward(inv, kernel.forward, args, kwargs)
         truth = None if want is None else lambda: want
@@ -106,7 +112,7 @@ def concrete_inputs(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> tupl
         return inv.args, dict(inv.kwargs)
     # The same data in every process that tunes the same call.
     key = jax.random.key(zlib.crc32(inv.call_key.encode()))
-    if (make := getattr(source_of(kernel), "example_inputs", None)) is not None:
+    if (make := getattr(forward_of(kernel), "example_inputs", None)) is not None:
         args, kwargs = make(inv, key)
         return tuple(args), dict(kwargs)
     return materialise(inv.op_id, (inv.args, dict(inv.kwargs)), key)

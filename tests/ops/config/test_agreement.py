@@ -1,0 +1,169 @@
+"""Processes of one program get one config a call: measured by one of them, told to all, waited for in finite time."""
+
+import time
+
+import pytest
+
+from tests import processes
+
+SIZES = "range(1, 7)"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_whose_timings_disagree_choose_alike_and_share_the_work(count, tmp_path):
+    script = f"""
+    events = []
+    selector = ConfigSelectorChain(tuner=Prefers(index + 1), autotune=True, on_event=lambda n, **d: events.append(n))
+    tell(got=choices(Executor(selector), Plain(), {SIZES}), tuned=events.count("tuned"))
+    """
+    found = processes.told(processes.start(script, count, tmp_path))
+    assert all(each["got"] == found[0]["got"] for each in found)
+    assert sum(each["tuned"] for each in found) == 6, "each call is measured once"
+    assert sum(each["tuned"] > 0 for each in found) > 1, "and not all by one process"
+
+
+def test_agreed_configs_run_a_sharded_program(tmp_path):
+    script = """
+    from jax.sharding import PartitionSpec as P
+    mesh = jax.make_mesh((count,), ("d",))
+    executor = Executor(ConfigSelectorChain(tuner=Prefers(index + 1), autotune=True))
+    def local(x):
+        return jax.lax.psum(executor(Plain(), x, x), "d")
+    x = jax.make_array_from_callback((2 * count,), jax.NamedSharding(mesh, P("d")), lambda i: jnp.ones(2))
+    out = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P()))(x)
+    tell(out=float(out[0]) / count / float(jnp.sin(1.0)))
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a["out"] == pytest.approx(b["out"])
+    assert min(abs(a["out"] - factor) for factor in (1, 2)) < 1e-5
+
+
+@pytest.mark.parametrize("warm", [0, 1])
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_process_with_an_entry_gives_it_to_those_without(tier, warm, tmp_path):
+    script = f"""
+    store = PersistentCache(sys.argv[4] + f"/{{index}}")
+    selector = ConfigSelectorChain(persistent=store, autotune="on", tuner=Prefers(7))
+    executor, x = Executor(selector), jnp.ones((3, 4))
+    if index == {warm}:
+        holder = selector.cache if "{tier}" == "memory" else store
+        holder.put(*executor.explain(Plain(), x, x).key, Scale(5))
+    tell(got=choices(executor, Plain(), [3, 4]), written=len(list(store.entries())))
+    """
+    found = processes.told(processes.start(script, 2, tmp_path, tmp_path))
+    assert [each["got"] for each in found] == [[5, 7], [5, 7]]
+    assert sum(each["written"] for each in found) == 1 + (tier == "disk"), "only the deciding process stores"
+
+
+def test_other_order_is_an_error_everywhere_that_shows_the_first_difference(tmp_path):
+    script = """
+    executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(agree_s=30)))
+    sizes = [1, 2, 3] if index != 1 else [1, 3, 2]
+    start = time.monotonic()
+    try:
+        choices(executor, Plain(), sizes)
+    except EjkernelError as error:
+        tell(kind=type(error).__name__, text=str(error), took=time.monotonic() - start)
+        time.sleep(2)  # The first to end would take the others' coordinator with it.
+    """
+    for each in processes.told(processes.start(script, 4, tmp_path)):
+        assert each["kind"] == "KeySequenceError"
+        assert "call 1 of each" in each["text"]
+        assert "args[0].shape: (" in each["text"]
+        assert "policy_override(agree=False)" in each["text"]
+        assert each["took"] < 30
+
+
+def test_killed_process_costs_the_others_one_wait_and_the_guess(tmp_path):
+    script = """
+    policy = AutotunePolicy(autotune="on", agree_s=4)
+    executor = Executor(ConfigSelectorChain(policy=policy, tuner=Prefers(index + 2)))
+    first = choices(executor, Plain(), [1])
+    if index == 1:
+        os.kill(os.getpid(), 9)
+    start = time.monotonic()
+    rest = choices(executor, Plain(), range(2, 8))
+    tell(got=first + rest, took=time.monotonic() - start)
+    sys.stdout.flush()
+    time.sleep(1)
+    os._exit(0)  # Leaving in order would wait for the one that is gone.
+    """
+    a, b, c = processes.told(processes.start(script, 3, tmp_path), may_fail={1})
+    assert b is None
+    assert a["got"] == c["got"]
+    assert 3 < a["took"] < 15, "one wait, not one for each call"
+    assert 1 in a["got"], "what the lost process would have decided is the guess"
+    assert {2, 4} & set(a["got"]), "what the others decide is measured"
+
+
+def test_slow_decider_follows_the_guess_that_the_others_took(tmp_path):
+    script = """
+    class Slow(Prefers):
+        def autotune(self, *call):
+            time.sleep(6)
+            return super().autotune(*call)
+    policy = AutotunePolicy(autotune="on", agree_s=2)
+    executor = Executor(ConfigSelectorChain(policy=policy, tuner=Slow(9)))
+    tell(got=choices(executor, Plain(), [1]))
+    time.sleep(1)
+    """
+    assert [each["got"] for each in processes.told(processes.start(script, 2, tmp_path))] == [[1], [1]]
+
+
+def test_error_of_the_decider_is_an_error_of_all(tmp_path):
+    script = """
+    executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="frozen", agree_s=30)))
+    start = time.monotonic()
+    try:
+        choices(executor, Plain(), [1])
+    except EjkernelError as error:
+        tell(kind=type(error).__name__, text=str(error), took=time.monotonic() - start)
+        time.sleep(2)
+    """
+    found = processes.told(processes.start(script, 2, tmp_path))
+    assert sorted(each["kind"] for each in found) == ["ConfigNotFoundError", "DecisionError"]
+    assert all("frozen" in each["text"] and each["took"] < 30 for each in found)
+
+
+def test_config_put_in_all_processes_is_agreed_on_anew_and_reaches_jitted_code(tmp_path):
+    script = """
+    executor = Executor(ConfigSelectorChain())
+    kernel, x = Plain(), jnp.ones(4)
+    call = jax.jit(lambda x: executor(kernel, x, x))
+    before = float(call(x)[0])
+    executor.chooser.cache.put(*executor.explain(kernel, x, x).key, Scale(3))
+    tell(ratio=float(call(x)[0]) / before)
+    """
+    assert all(each["ratio"] == pytest.approx(3) for each in processes.told(processes.start(script, 2, tmp_path)))
+
+
+def test_what_one_process_does_alone_needs_no_agreement(tmp_path):
+    script = """
+    executor = Executor(ConfigSelectorChain())
+    start = time.monotonic()
+    if index == 0:
+        with policy_override(agree=False):
+            choices(executor, Plain(), [1, 2])
+    tell(got=choices(executor, Plain(), [3]), took=time.monotonic() - start)
+    """
+    assert all(each["took"] < 60 for each in processes.told(processes.start(script, 2, tmp_path)))
+
+
+def test_explicit_tuning_in_every_process_ends_with_one_config(tmp_path):
+    script = """
+    selector = ConfigSelectorChain()
+    x = jnp.ones((3, 4))
+    tuned = autotune(Plain(), x, x, selector=selector, tuner=Prefers(index + 2))
+    tell(tuned=tuned.factor, chosen=choices(Executor(selector), Plain(), [3]))
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a == b
+    assert a["chosen"] == [a["tuned"]]
+
+
+def test_alone_nothing_is_asked(monkeypatch):
+    from ejkernel.ops.config import agreement
+
+    start = time.monotonic()
+    assert agreement.current() is None
+    assert time.monotonic() - start < 1

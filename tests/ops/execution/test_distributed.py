@@ -1,0 +1,93 @@
+"""Tuning by all processes: candidates spread over them, and kernels that communicate measured by all at once."""
+
+import textwrap
+
+from tests import processes
+
+SHARDED = """
+from dataclasses import dataclass
+from ejkernel.ops.execution.bench import Bench
+@dataclass(frozen=True)
+class Cfg:
+    n: int = 0
+SECONDS = [5.0, 9.0, 4.0, 7.0, 3.0, 8.0, 3.5, 6.0, 2.0, 10.0, 2.5, 11.0]
+class Sim(Kernel[Cfg, jax.Array]):
+    def run(self, x, *, cfg):
+        return (x * (1.0 + cfg.n)) / (1.0 + cfg.n)
+    def heuristic_cfg(self, inv):
+        return Cfg(0)
+    def config_space(self, inv):
+        return [Cfg(n) for n in range(len(SECONDS))]
+timed, built = set(), {}
+build = Bench.build
+def noting_build(bench, candidates):
+    built.update({number: cfg.n for number, cfg in candidates})
+    return build(bench, candidates)
+def simulated(bench, order):
+    timed.update(built[number] for number in order)
+    return {number: 1e-3 * SECONDS[built[number]] * (1 + index / 2) for number in order}
+Bench.build, Bench.measure = noting_build, simulated
+x = jnp.ones((4, 4))
+"""
+
+
+def test_sharded_tuning_finds_the_winner_of_a_single_process(tmp_path):
+    script = """
+    selector = ConfigSelectorChain(policy=AutotunePolicy(autotune="on", sharded=True, agree_s=60))
+    sharded = Executor(selector).choose_config(Sim(), x).n
+    mine = sorted(timed)
+    with policy_override(agree=False):
+        alone = Autotuner().tune(Invocation(kernel=Sim(), args=(x,)), Sim()).cfg.n
+    tell(sharded=sharded, alone=alone, timed=mine)
+    """
+    found = processes.told(processes.start(SHARDED + textwrap.dedent(script), 4, tmp_path))
+    assert [each["sharded"] for each in found] == [each["alone"] for each in found] == [8] * 4
+    assert sorted(len(each["timed"]) for each in found)[:3] <= [4, 4, 4], "three candidates and the guess each"
+    assert {n for each in found for n in each["timed"]} == set(range(12))
+
+
+COLLECTIVE = """
+from dataclasses import dataclass
+from jax.sharding import PartitionSpec as P
+from ejkernel.ops.execution.bench import Bench
+@dataclass(frozen=True)
+class Cfg:
+    n: int = 1
+class Mean(Kernel[Cfg, jax.Array]):
+    collective = True
+    def run(self, x, *, cfg, axis):
+        if cfg.n == 3 and index == 1:
+            raise RuntimeError("broken here only")
+        return sum(jax.lax.pmean(x / cfg.n, axis) for _ in range(cfg.n))
+    def heuristic_cfg(self, inv):
+        return Cfg(4)
+    def config_space(self, inv):
+        return [Cfg(1), Cfg(2), Cfg(3), Cfg(4)]
+mesh = jax.make_mesh((count,), ("d",))
+"""
+
+
+def test_kernel_that_communicates_is_measured_by_all_and_fails_if_it_fails_anywhere(tmp_path):
+    script = """
+    selector = ConfigSelectorChain(autotune=True)
+    executor = Executor(selector)
+    measure = Bench.measure
+    def slow_here(bench, order):
+        found = measure(bench, order)
+        # Fastest for one process is slowest for the other: only together is config 2 best.
+        slow = {0: {1: 9.0, 2: 2.0, 4: 3.0}, 1: {1: 1.0, 2: 2.0, 4: 9.0}}[index]
+        return {n: slow[configs[n]] * 1e-3 for n in found}
+    configs = {}
+    build = Bench.build
+    def noting(bench, candidates):
+        configs.update({number: cfg.n for number, cfg in candidates})
+        return build(bench, candidates)
+    Bench.build, Bench.measure = noting, slow_here
+    x = jax.make_array_from_callback((4,), jax.NamedSharding(mesh, P("d")), lambda i: jnp.ones(2))
+    out = executor(Mean(), x, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis="d")
+    (key,) = list(selector.cache)
+    tell(cfg=selector.cache.get(key).n, out=[float(s.data[0]) for s in out.addressable_shards])
+    """
+    found = processes.told(processes.start(COLLECTIVE + textwrap.dedent(script), 2, tmp_path))
+    assert [each["cfg"] for each in found] == [2, 2]
+    assert all(each["out"] == [1.0] for each in found)
