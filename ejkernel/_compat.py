@@ -3,14 +3,19 @@
 import contextlib
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax._src import ad_util as _ad_util
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import pmap as _pmap
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import partial_eval as _pe
 
 # --- Values ---
 
@@ -18,6 +23,87 @@ from jax._src import pmap as _pmap
 def zeros_of(aval: Any) -> jax.Array:
     """Zeros of a type, with its sharding and the mesh axes over which it varies."""
     return _ad_util.zeros_like_aval(aval)
+
+
+def is_ref(x: Any) -> bool:
+    """Whether `x` is a `jax.Ref`, or stands for one while tracing."""
+    return hasattr(_core.typeof(x), "inner_aval")
+
+
+def tangent_type(x: Any) -> Any:
+    """The type of the tangents of a value."""
+    return _core.typeof(x).to_tangent_aval()
+
+
+def without_consts(jaxpr: Any) -> tuple[list[Any], Any]:
+    """The constants of equations, and the equations as a function of them and of their arguments."""
+    return jaxpr.consts, _pe.close_jaxpr(_pe.convert_constvars_jaxpr(jaxpr.jaxpr))
+
+
+# --- Batches (vmap) ---
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis that `jax.vmap` maps over."""
+
+    size: int
+    name: Any = None
+    spmd_name: Any = None
+
+    @classmethod
+    def of(cls, data: Any) -> "Axis":
+        """The axis as JAX's batching rules are told of it."""
+        name = None if data.name is _core.no_axis_name else data.name
+        return cls(data.size, name, data.spmd_name)
+
+    def vmap(self, fn: Callable[..., Any], dims: Sequence[int | None]) -> Callable[..., Any]:
+        """`jax.vmap` of a function of arrays over this axis, which comes first in its outputs."""
+        return jax.vmap(
+            fn, in_axes=tuple(dims), axis_name=self.name, axis_size=self.size, spmd_axis_name=self.spmd_name
+        )
+
+
+trace_state = _core.trace_state_strong_ref
+"""`trace_state.value` is the innermost transformation around the code that runs, or `EAGER`."""
+EAGER = _core.eval_trace
+
+
+def is_differentiating() -> bool:
+    """Whether the innermost transformation around the code that runs is a derivative."""
+    return type(trace_state.value) in (_ad.LinearizeTrace, _ad.JVPTrace)
+
+
+def shows_batch(x: Any) -> bool:
+    """Whether `x` is one example's value inside of `jax.vmap`, be it differentiated or not."""
+    return isinstance(_undifferentiated(x), _batching.BatchTracer)
+
+
+def _undifferentiated(x: Any) -> Any:
+    while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer)):
+        x = x.primal
+    return x
+
+
+def visible_batches(values: Sequence[Any]) -> tuple[list[tuple[Axis, list[int | None]]], list[Any]]:
+    """The batch axes that can be seen from inside of `jax.vmap`, innermost first, and the values that have them all.
+
+    With each axis comes where every value has it.
+    """
+    found: list[tuple[Axis, list[int | None]]] = []
+    values = list(map(_undifferentiated, values))
+    while traces := [x._trace for x in values if shows_batch(x)]:
+        inner = max(traces, key=_depth)
+        mapped = [shows_batch(x) and x._trace.tag is inner.tag for x in values]
+        dims = [x.batch_dim if m else None for x, m in zip(values, mapped, strict=True)]
+        found.append((Axis.of(inner.axis_data), dims))
+        values = [_undifferentiated(x.val) if m else x for x, m in zip(values, mapped, strict=True)]
+    return found, values
+
+
+def _depth(trace: Any) -> int:
+    parent = getattr(trace, "parent_trace", None)
+    return 0 if parent is None else 1 + _depth(parent)
 
 
 # --- Manual axes (shard_map, pmap) ---
@@ -37,6 +123,12 @@ def inside_shard_map() -> bool:
         return False
     # pmap is written with shard_map now, and only the stack tells the two apart: one mesh axis, all manual.
     return len(mesh.axis_names) > 1 or not _called_from(_pmap.__file__)
+
+
+def manual_axes() -> dict[str, int]:
+    """The mesh axes that code inside of shard_map or pmap can communicate over, with their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: mesh.shape[name] for name in mesh.manual_axes}
 
 
 def _called_from(filename: str) -> bool:

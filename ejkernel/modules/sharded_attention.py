@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, canonical
+from ejkernel.ops.execution.sharding import shard_mapped
 
 Array = jax.Array
 Axis = Any
@@ -43,12 +44,7 @@ def sharded(
         return call((*qkv, bias, aux), {"rules": rules, **arrays, **platform}, cfg)
 
     out = specs[0] if out_specs is None else out_specs
-    in_specs = (specs, arrays_specs)
-    if AxisType.Explicit in mesh.axis_types:
-        # There shardings are part of the types, and shard_map takes arguments only as they are.
-        place = lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec))
-        qkv, arrays = jax.tree.map(place, in_specs, (qkv, arrays), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out)(qkv, arrays)
+    return shard_mapped(local, mesh, (specs, arrays_specs), out)(qkv, arrays)
 
 
 def _specs(in_specs: Any, mesh: Mesh) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:

@@ -48,12 +48,16 @@ _LAZY = {
     "autotune_recorded": "execution.tuning",
     "benchmark": "execution.tuning",
     "from_json": "utils.serialize",
+    "pmap_with_config": "execution.batch",
     "specs_of": "execution.offline",
     "to_json": "utils.serialize",
+    "vmap_with_config": "execution.batch",
 }
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
+    from ejkernel.ops.execution.batch import pmap_with_config as pmap_with_config
+    from ejkernel.ops.execution.batch import vmap_with_config as vmap_with_config
     from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
     from ejkernel.ops.execution.offline import specs_of as specs_of
     from ejkernel.ops.execution.tuning import Autotuner as Autotuner

@@ -21,8 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel._compat import Axis
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.batched import Batch, BatchedKernel, stacked
 from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel
 from ejkernel.ops.utils import classes, jsontext, tagged
 from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
@@ -50,9 +52,10 @@ def to_spec(inv: Invocation[Any, Any]) -> Spec:
     """
     device, op_id, call_key = inv.key
     backward = isinstance(inv.kernel, BackwardKernel)
-    kernel = inv.kernel.forward if isinstance(inv.kernel, BackwardKernel) else inv.kernel
-    if kernel is None:
+    whole = inv.kernel.forward if isinstance(inv.kernel, BackwardKernel) else inv.kernel
+    if whole is None:
         raise SpecError(f"{op_id}: the call has no kernel.")
+    kernel, batches = _without_batches(whole)
     forward_cfg = inv.metadata.get("forward_cfg")
     try:
         return {
@@ -62,11 +65,13 @@ def to_spec(inv: Invocation[Any, Any]) -> Spec:
             "kernel": classes.name_of(type(kernel)),
             "state": {k: _encode(v, f"attribute {k!r}") for k, v in _attributes(kernel).items()},
             "backward": backward,
-            "forward": list(replace(inv, kernel=kernel, op_id=kernel.op_id).key[1:]) if backward else None,
+            "batches": batches,
+            "forward": list(replace(inv, kernel=whole, op_id=kernel.op_id).key[1:]) if backward else None,
             "args": [_encode(x, f"argument {i}") for i, x in enumerate(inv.args)],
             "kwargs": {k: _encode(v, f"argument {k!r}") for k, v in inv.kwargs.items()},
             "context": inv.context,
             "platform": inv.platform,
+            "axes": None if inv.axes is None else dict(inv.axes),
             "batch_axes": tagged.encode(inv.batch_axes, "batch_axes"),
             "forward_cfg": None if forward_cfg is None else encode_cfg(forward_cfg),
             "signature": inv.signature,
@@ -82,13 +87,23 @@ def from_spec(spec: Mapping[str, Any]) -> Invocation[Any, Any]:
       SpecError: The kernel cannot be imported, or is no longer what it was when the call was recorded.
     """
     _import_named(spec)
-    kernel = _kernel(spec)
+    kernel = stacked(_kernel(spec), [Batch(Axis(*axis), tuple(dims)) for axis, dims in spec.get("batches", ())])
     kernel = BackwardKernel(kernel) if spec["backward"] else kernel
     forward_cfg = spec.get("forward_cfg")
     try:
         return _checked(spec, _made(spec, kernel, forward_cfg))
     except (KeyError, TypeError, AttributeError) as error:
         raise SpecError(f"{spec['op_id']} {spec['call_key']}: not a recorded call ({error!r}).") from error
+
+
+def _without_batches(kernel: Kernel[Any, Any]) -> tuple[Kernel[Any, Any], list[Any]]:
+    """A kernel, and the batches around it, innermost first."""
+    batches: list[Any] = []
+    while isinstance(kernel, BatchedKernel):
+        axis = kernel.batch.axis
+        batches.insert(0, [[axis.size, tagged.encode(axis.name, "axis_name"), None], list(kernel.batch.dims)])
+        kernel = kernel.inner
+    return kernel, batches
 
 
 def _made(spec: Mapping[str, Any], kernel: Kernel[Any, Any], forward_cfg: Any) -> Invocation[Any, Any]:
@@ -98,6 +113,7 @@ def _made(spec: Mapping[str, Any], kernel: Kernel[Any, Any], forward_cfg: Any) -
         kwargs={k: _decode(v) for k, v in spec["kwargs"].items()},
         context=spec["context"],
         platform=spec["platform"],
+        axes=spec.get("axes"),
         batch_axes=tagged.decode(spec["batch_axes"]),
         metadata={} if forward_cfg is None else {"forward_cfg": decode_cfg(forward_cfg)},
     )

@@ -59,6 +59,9 @@ class Kernel(Generic[Cfg, Out]):
     collective: bool = False
     """True for kernels that communicate over the axes of a mesh: their keys hold its size, and all processes tune them
     together."""
+    leading_batch: bool = False
+    """True if `run` takes arrays with one more axis in front of each, and maps over it: it is then given a batch as it
+    is. For anything else write `run_batched(*args, cfg, in_axes, **kwargs)`."""
     record_integers: bool = False
     """True keeps small concrete integer arrays (group sizes, page tables) when calls are recorded."""
 
@@ -159,6 +162,8 @@ class Invocation(Generic[Cfg, Out]):
     override_cfg: Cfg | None = None
     stamp: bool = True
     context: str | None = None
+    axes: Mapping[str, int] | None = None
+    """Sizes of the mesh axes around the call, for kernels that communicate over them."""
     platform: str | None = None
     """The platform being tried; not part of the key, because the backend is a parameter like any other."""
 
@@ -187,6 +192,7 @@ class Invocation(Generic[Cfg, Out]):
     @cached_property
     def signature(self) -> dict[str, Any]:
         """All that `call_key` stands for, readable and JSON-able."""
+        axes = {} if not self.axes else {"axes": dict(sorted(self.axes.items()))}
         return {
             "op": self.op_id,
             "version": self.kernel.version if self.kernel is not None else "0",
@@ -194,6 +200,7 @@ class Invocation(Generic[Cfg, Out]):
             "kwargs": {k: fingerprint.describe(v) for k, v in sorted(self.kwargs.items())},
             "batch_axes": None if self.batch_axes is None else fingerprint.describe_static(self.batch_axes),
             "context": self.context,
+            **axes,
         }
 
     @cached_property

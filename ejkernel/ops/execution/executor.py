@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
 from ejkernel.ops.config import context, selection
@@ -37,6 +38,10 @@ from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
 from ejkernel.ops.execution.program import REFUSED, Program, bounded
 from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
+
+# Bound here, for the sake of the one look that every call takes.
+_trace_state, _EAGER = _compat.trace_state, _compat.EAGER
+_SHARDING = frozenset({"mesh", "in_specs", "out_specs"})
 
 
 class ChooserError(EjkernelError, TypeError):
@@ -98,7 +103,16 @@ class Executor:
         self._key = object()
 
     def __call__(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
-        """Runs `kernel` on the arguments, with `cfg` or with the config that the chooser gives."""
+        """Runs `kernel` on the arguments, with `cfg` or with the config that the chooser gives.
+
+        With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry a positional argument, and
+        `out_specs=` is for the output; keyword arguments are whole on every device. The config is chosen for a shard.
+        """
+        if kwargs and not _SHARDING.isdisjoint(kwargs):
+            return self._sharded(kernel, cfg, args, kwargs)
+        if _trace_state.value is not _EAGER and _compat.is_differentiating() and _shows_batch(args, kwargs):
+            # Once it is differentiated it is too late to choose for the batch, and a jitted call would hide it.
+            return self._run_here(kernel, cfg, args, kwargs)
         try:
             # By attribute, not by PROGRAMS in __dict__: it is the one line that every call pays for.
             program = kernel._ejkernel_programs[self._key]()[cfg]
@@ -116,12 +130,46 @@ class Executor:
                 return program.recover(error, args, kwargs)
             except InputsWanted:
                 pass
+        if _shows_batch(args, kwargs):
+            # Measured is the batch; what a single call would get is of no interest.
+            return self._run_here(kernel, cfg, args, kwargs)
         return self._pipeline.with_inputs(kernel, args, kwargs, lambda: _call(program, args, kwargs))
+
+    def run_mapped(
+        self,
+        kernel: Kernel[Any, Any],
+        cfg: Any,
+        key: Hashable,
+        make: Callable[[Callable[..., Any]], Any],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        """Runs a kernel inside of a transformation: `make(run)` is made once for each `key` and config."""
+        table = self._table(kernel)
+        program = table.get((key, identity(cfg)))
+        if program is None:
+            run = self._runner(kernel, table, cfg)
+            program = bounded(table, (key, identity(cfg)), make(lambda *args, **kwargs: run(args, kwargs)))
+        try:
+            return _call(program, args, kwargs)
+        except InputsWanted:
+            return self._pipeline.with_inputs(kernel, (), {}, lambda: _call(program, args, kwargs))
+
+    def _sharded(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
+        from ejkernel.ops.execution import sharding
+
+        mesh, in_specs, out_specs = (kwargs.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
+        sharding.check(mesh, in_specs, out_specs)
+        make = lambda run: Program(kernel, sharding.sharded_call(run, mesh, in_specs, out_specs))
+        key = ("shard_map", mesh, identity(in_specs), identity(out_specs))
+        return self.run_mapped(kernel, cfg, key, make, args, kwargs)
 
     def compile(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """A jitted function of arguments like these, compiled, with the configs they get now for good."""
         attempt = self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg))
         backward = self._pipeline.backward_attempt(Fixed(kernel), attempt)
+        if backward.error is not None:
+            raise backward.error
         vjp_cfg = None if BackwardKernel.of(kernel) is None else backward.cfg
         program = Program(kernel, partial(self._pipeline.run, Fixed(kernel, attempt.cfg, vjp_cfg)))
         program.compile(args, kwargs)
@@ -157,6 +205,8 @@ class Executor:
     def _first_attempt(self, inv: Invocation[Any, Any], choose: Choose | None = None) -> Attempt:
         reasons: dict[str, str] = {}
         for attempt in self._pipeline.attempts(inv, reasons, choose):
+            if attempt.error is not None:
+                raise attempt.error
             return attempt
         raise dispatch.UnsupportedCallError(inv, reasons)
 
@@ -193,18 +243,19 @@ class Executor:
         key = (None, identity(cfg))
         program = table.get(key)
         if program is None:
-            # A copy of what could change: the program belongs to the config as it was given.
-            fixed_cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)
-            state = kernel.state()
-            # A kernel that shares its programs with nobody need not outlive its last user on their account.
-            holder = weakref.ref(kernel) if state is None else lambda: kernel
-            before = partial(_record_data, holder) if kernel.record_integers else None
-            trace = partial(self._trace, state, holder, weakref.ref(table), fixed_cfg)
+            before = partial(_record_data, _holder(kernel)) if kernel.record_integers else None
+            trace = self._runner(kernel, table, cfg)
             program = bounded(table, key, Program(kernel, trace, cfg=cfg, before=before))
         if is_frozen(cfg):
             table[cfg] = program
             program.cfg = cfg
         return program
+
+    def _runner(self, kernel: Kernel[Any, Any], table: _Table, cfg: Any) -> Callable[[Args, Kwargs], Any]:
+        """What traces a call of `kernel` with `cfg`."""
+        # A copy of what could change: the program belongs to the config as it was given.
+        fixed_cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)
+        return partial(self._trace, kernel.state(), _holder(kernel), weakref.ref(table), fixed_cfg)
 
     def _table(self, kernel: Kernel[Any, Any]) -> _Table:
         """Where the programs of a kernel are; interchangeable instances share it."""
@@ -235,11 +286,23 @@ class Executor:
         if kernel.state() != state and programs is not None:
             latest = programs.latest()
             kernel = latest if latest is not None and latest.state() == state else kernel
+        return self._run_here(kernel, cfg, args, kwargs)
+
+    def _run_here(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
         outer, tracing.active = tracing.active, True
         try:
             return self._pipeline.run(Fixed(kernel, cfg), args, kwargs)
         finally:
             tracing.active = outer
+
+
+def _shows_batch(args: Args, kwargs: Kwargs) -> bool:
+    return any(map(_compat.shows_batch, jax.tree.leaves((args, kwargs))))
+
+
+def _holder(kernel: Kernel[Any, Any]) -> Callable[[], Any]:
+    """A kernel that shares its programs with nobody need not outlive its last user on their account."""
+    return weakref.ref(kernel) if kernel.state() is None else lambda: kernel
 
 
 def _call(program: Program, args: Args, kwargs: Kwargs) -> Any:

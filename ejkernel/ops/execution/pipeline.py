@@ -1,10 +1,9 @@
-"""One call, while it is traced: prepare, select, differentiate, label, run, record."""
+"""One call, while it is traced: prepare, select, record, and label what runs."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -12,11 +11,15 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.core import Tracer
 
+from ejkernel import _compat
 from ejkernel.ops import registry
 from ejkernel.ops.config.asking import heuristic
-from ejkernel.ops.core import autodiff, dispatch
+from ejkernel.ops.config.selection import ConfigNotFoundError
+from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.batched import Batch, BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import abstractify
 from ejkernel.ops.utils.meta import label_scope
 
@@ -52,6 +55,10 @@ class Attempt(NamedTuple):
     platform: str
     run: Callable[..., Any]
     cfg: Any
+    batch: Invocation[Any, Any] | None = None
+    """The batch of calls that it was chosen for."""
+    error: Exception | None = None
+    """Why it may not run unbatched, if it may not."""
 
 
 class Pipeline:
@@ -69,16 +76,22 @@ class Pipeline:
           InputsWanted: The chooser will measure; call again inside `with_inputs`.
           UnsupportedCallError: No implementation serves the call.
         """
+        from ejkernel.ops.execution.parts import WholeCall
+
         kernel = fixed.kernel
         args, kwargs = prepared(kernel, args, kwargs)
         inv = replace(invocation(kernel, args, kwargs), override_cfg=fixed.cfg)
+        arrays, statics = arguments.split((args, kwargs))
+        call = WholeCall(self, fixed, inv, statics)
+        if (attempt := call.seen(arrays)) is not None:
+            return call.run(attempt, arrays)
         registry.note_traced(kernel, inv)
         choose = self._chooser_with_data(inv, args, kwargs)
         reasons: dict[str, str] = {}
         last = None
         for attempt in self.attempts(inv, reasons, choose):
             try:
-                return self._differentiable(fixed, attempt, args, kwargs)
+                return call.run(attempt, arrays)
             except NotImplementedError as error:
                 reasons[attempt.platform], last = str(error) or "not implemented", error
         raise dispatch.UnsupportedCallError(inv, reasons) from last
@@ -128,7 +141,7 @@ class Pipeline:
             if (reason := dispatch.refusal(kernel, here, platform)) is not None:
                 reasons[platform] = reason
                 continue
-            cfg = explicit if explicit is not None else choose(here, kernel)
+            cfg, error = (explicit, None) if explicit is not None else chosen_or_guess(choose, here, kernel)
             named = dispatch.forced_platform(kernel, cfg)
             if named not in (None, platform):
                 yield from self._forced(inv, named, cfg, reasons)
@@ -136,7 +149,7 @@ class Pipeline:
                 cfg = heuristic(here, kernel)
                 if dispatch.forced_platform(kernel, cfg) not in (None, platform):
                     continue
-            yield Attempt(here, platform, run, cfg)
+            yield Attempt(here, platform, run, cfg, error=error)
 
     def _forced(self, inv: Invocation[Any, Any], platform: str, cfg: Any, reasons: dict[str, str]) -> Iterable[Attempt]:
         assert inv.kernel is not None
@@ -147,57 +160,31 @@ class Pipeline:
             return ()
         return (Attempt(here, platform, run, cfg),)
 
-    # --- Gradients ---
-
-    def _differentiable(self, fixed: Fixed, attempt: Attempt, args: Args, kwargs: Kwargs) -> Any:
-        kernel = fixed.kernel
-        primal = partial(self._labelled, attempt, attempt.run)
-        if _residual_pair(kernel, attempt) is not None:
-            forward, backward = partial(self._forward, fixed, attempt), partial(self._vjp, fixed)
-        elif hasattr(kernel, "custom_vjp"):
-            forward = lambda *a, **k: (primal(*a, **k), autodiff.Note(attempt))
-            backward = partial(self._custom_vjp, fixed)
-        else:
-            return primal(*args, **kwargs)
-        return autodiff.with_gradient(kernel.op_id, primal, forward, backward, args, kwargs)
-
-    def _labelled(self, attempt: Attempt, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with label_scope(attempt.inv, self.stamp_prefix):
-            return method(*args, cfg=attempt.cfg, **kwargs)
-
-    def _forward(self, fixed: Fixed, first: Attempt, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """`fwd_with_residuals` of the attempt that serves the call, or of the next one that can."""
+    def batched_attempt(
+        self, fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch], data: Sequence[Any] | None = None
+    ) -> Attempt:
+        """The first implementation that may serve a batch of calls like `inv`, with the config chosen for the batch."""
+        kernel, whole = fixed.kernel, replace(inv, override_cfg=fixed.cfg, platform=None)
+        for batch in batches:
+            kernel = BatchedKernel(kernel, batch)
+            whole = kernel.invocation(whole)
+        registry.note_traced(kernel, whole)
+        choose = self.chooser.choose if data is None else partial(self._choose_on, data)
         reasons: dict[str, str] = {}
-        others = (a for a in self.attempts(first.inv, reasons) if a.platform != first.platform)
-        for attempt in itertools.chain([first], others):
-            pair = _residual_pair(fixed.kernel, attempt)
-            if pair is None:
-                continue
-            try:
-                out, residuals = self._labelled(attempt, pair[0], *args, **kwargs)
-            except NotImplementedError as error:
-                reasons[attempt.platform] = str(error) or "not implemented"
-            else:
-                return out, (residuals, out, autodiff.Note(attempt))
-        raise dispatch.UnsupportedCallError(first.inv, reasons)
+        for attempt in self.attempts(whole, reasons, choose):
+            run = dispatch.forced_implementation(fixed.kernel, inv.context, attempt.platform)
+            here = replace(inv, platform=attempt.platform)
+            return Attempt(here, attempt.platform, run, attempt.cfg, attempt.inv, attempt.error)
+        raise dispatch.UnsupportedCallError(whole, reasons)
 
-    def _vjp(self, fixed: Fixed, saved: Any, cotangent: Any, args: Args, kwargs: Kwargs) -> Any:
-        residuals, out, note = saved
-        attempt = self.backward_attempt(fixed, note.value)
-        pair = _residual_pair(fixed.kernel, attempt)
-        if pair is None:
-            raise KernelDefinitionError(
-                f"{attempt.inv.op_id}: the backward's config names platform {attempt.platform!r}, for which the kernel "
-                "has no fwd_with_residuals and vjp."
-            )
-        return self._labelled(attempt, partial(pair[1], residuals, out, cotangent), *args, **kwargs)
+    def _choose_on(self, data: Sequence[Any], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        args, kwargs = arguments.merge(data, arguments.split((inv.args, dict(inv.kwargs)))[1])
+        return self.chooser.choose(replace(inv, args=args, kwargs=kwargs), kernel)
 
-    def _custom_vjp(self, fixed: Fixed, note: Any, cotangent: Any, args: Args, kwargs: Kwargs) -> Any:
-        attempt = self.backward_attempt(fixed, note.value)
-        cotangents = tuple(cotangent) if isinstance(cotangent, (tuple, list)) else (cotangent,)
-        custom_vjp: Callable[..., Any] = fixed.kernel.custom_vjp  # pyright: ignore[reportAttributeAccessIssue]
-        with label_scope(attempt.inv, self.stamp_prefix):
-            return custom_vjp(args, attempt.cfg, kwargs, cotangents)
+    def labelled(self, attempt: Attempt, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method with the attempt's config, under its label."""
+        with label_scope(attempt.batch or attempt.inv, self.stamp_prefix):
+            return method(*args, cfg=attempt.cfg, **kwargs)
 
     def backward_attempt(self, fixed: Fixed, forward: Attempt) -> Attempt:
         """The forward's attempt, or one with the backward's own config and label if the kernel has them."""
@@ -208,12 +195,24 @@ class Pipeline:
         # What the backward is given depends on the forward that ran; tuning the one needs the other.
         inv = replace(inv, platform=forward.platform, metadata={**inv.metadata, "forward_cfg": forward.cfg})
         registry.note_traced(backward, inv)
-        cfg = fixed.vjp_cfg if fixed.vjp_cfg is not None else self.chooser.choose(inv, backward)
+        cfg, error = fixed.vjp_cfg, None
+        if cfg is None:
+            cfg, error = chosen_or_guess(self.chooser.choose, inv, backward)
         platform = dispatch.forced_platform(fixed.kernel, cfg) or forward.platform
-        return Attempt(inv, platform, forward.run, cfg)
+        return Attempt(inv, platform, forward.run, cfg, error=error)
 
 
-def _residual_pair(kernel: Kernel[Any, Any], attempt: Attempt) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def chosen_or_guess(
+    choose: Choose, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
+) -> tuple[Any, ConfigNotFoundError | None]:
+    """The config for a call; if there is none, the guess and why: a batch of such calls may still have one."""
+    try:
+        return choose(inv, kernel), None
+    except ConfigNotFoundError as error:
+        return heuristic(inv, kernel), error.with_traceback(None)
+
+
+def residual_pair(kernel: Kernel[Any, Any], attempt: Attempt) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """`fwd_with_residuals` and `vjp` for the platform of an attempt, if the kernel has both."""
     found = [dispatch.find(kernel, m, attempt.inv.context, attempt.platform) for m in ("fwd_with_residuals", "vjp")]
     return None if found[0] is None or found[1] is None else (found[0], found[1])
@@ -228,7 +227,8 @@ def backward_invocation(backward: BackwardKernel, inv: Invocation[Any, Any]) -> 
 def invocation(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Invocation[Any, Any]:
     """The call that is being traced, without its tracers."""
     context = dispatch.current_context()
-    return Invocation(kernel=kernel, args=abstractify(args), kwargs=abstractify(kwargs), context=context)
+    axes = _compat.manual_axes() if kernel.collective else None
+    return Invocation(kernel=kernel, args=abstractify(args), kwargs=abstractify(kwargs), context=context, axes=axes)
 
 
 def prepared(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -106,7 +106,8 @@ class Program:
                 merged[index] = value
             return self._trace(tuple(merged), {**ejkernel_kwargs, **dict(static_kwargs)})
 
-        return jax.jit(_named(call, self._name))
+        # Inlined where it is part of another program: there, the call is one operation already.
+        return jax.jit(_named(call, self._name), inline=True)
 
     def _call_bound(self, /, *args: Any, **kwargs: Any) -> Any:
         key, args_left, kwargs_left = self._bind(args, kwargs)
@@ -149,7 +150,7 @@ class Program:
         found = self._split.get(key)
         if found is None:
             call = partial(self._call_merged, statics)
-            found = bounded(self._split, key, jax.jit(_named(call, self._name)))
+            found = bounded(self._split, key, jax.jit(_named(call, self._name), inline=True))
         return found
 
     def _call_merged(self, statics: arguments.Statics, arrays: list[Any]) -> Any:

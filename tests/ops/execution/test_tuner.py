@@ -211,7 +211,7 @@ def session_of(tuner, kernel, stop, store=None):
     inv = call(kernel, X)
     bench = tuner.bench(from_call(inv, kernel))
     history = History(store, inv.key, kernel)
-    session = Session(tuner._effort(), outline(inv, kernel), lambda: bench, history, stop)
+    session = Session(tuner.effort(), outline(inv, kernel), lambda: bench, history, stop)
     session.bench = bench
     return session
 

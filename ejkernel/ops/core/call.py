@@ -1,0 +1,129 @@
+"""A kernel's call as one JAX operation, so that `jax.vmap` meets the call and not only its equations.
+
+The operation holds the kernel's equations and stands for them in every respect: it is lowered, differentiated and
+transposed as a jitted function of them. Only batching asks the call itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+from ejkernel import _compat
+
+Flat = Callable[..., Sequence[Any]]
+"""A function of arrays that returns arrays."""
+
+
+class Batching(Protocol):
+    """What a call does under `jax.vmap`."""
+
+    def batched(self, axis: _compat.Axis, operands: Sequence[Any], dims: Sequence[int | None]) -> Sequence[Any] | None:
+        """The call for a whole batch, outputs with the batch axis first; None maps the equations as they are."""
+        ...
+
+    def seen_from_inside(self, operands: Sequence[Any]) -> Flat | None:
+        """The call for one example of a batch that `operands` show; None if they show none."""
+        ...
+
+
+_call = jex_core.Primitive("ejkernel_call")
+_call.multiple_results = True
+
+
+def bind(
+    fn: Flat, batching: Batching, operands: Sequence[Any], name: str, error: Exception | None = None
+) -> Sequence[Any]:
+    """`fn(*operands)` as one operation; `error` is raised if it comes to be run or differentiated unbatched."""
+    # Effects have an order and references an identity, which JAX keeps for equations of its own only.
+    if any(map(_compat.is_ref, operands)):
+        return fn(*operands)
+    jaxpr = jax.make_jaxpr(fn)(*operands)
+    if jaxpr.effects:
+        return fn(*operands)
+    consts, closed = _compat.without_consts(jaxpr)
+    params = {"jaxpr": closed, "consts": len(consts), "batching": batching, "name": re.sub(r"\W", "_", name)}
+    return _call.bind(*consts, *operands, **params, error=error)
+
+
+def _jitted(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
+    """The equations as a jitted function, the same one for the same equations: JAX lowers it once a program."""
+    known = _functions.setdefault(jaxpr, {})
+    if name not in known:
+
+        def run(*operands: Any) -> list[Any]:
+            return jex_core.jaxpr_as_fun(closed())(*operands)
+
+        closed = weakref.ref(jaxpr)
+        run.__name__ = run.__qualname__ = name
+        known[name] = jax.jit(run)
+    return known[name]
+
+
+_functions: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _run(*operands: Any, jaxpr: Any, name: str, error: Exception | None, **_: Any) -> list[Any]:
+    if error is not None:
+        raise error
+    return _jitted(jaxpr, name)(*operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, consts: int, batching: Batching, **params: Any) -> Any:
+    seen = batching.seen_from_inside(primals[consts:])
+    run = functools.partial(_run, **params) if seen is None else lambda *operands: seen(*operands[consts:])
+    varies = [type(t) is not ad.Zero for t in tangents]
+
+    def of_varying(*varying: Any) -> Any:
+        rest = iter(varying)
+        return run(*(next(rest) if v else x for x, v in zip(primals, varies, strict=True)))
+
+    chosen = lambda values: tuple(x for x, v in zip(values, varies, strict=True) if v)
+    outs, outs_dot = jax.jvp(of_varying, chosen(primals), chosen(tangents))
+    return outs, [_symbolic(x, t) for x, t in zip(outs, outs_dot, strict=True)]
+
+
+def _symbolic(x: Any, tangent: Any) -> Any:
+    return ad.Zero(_compat.tangent_type(x)) if tangent.dtype == jax.dtypes.float0 else tangent
+
+
+def _transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+    linear = [ad.is_undefined_primal(x) for x in operands]
+
+    def of_linear(*values: Any) -> Any:
+        rest = iter(values)
+        return _run(*(next(rest) if v else x for x, v in zip(operands, linear, strict=True)), **params)
+
+    avals = [x.aval for x, v in zip(operands, linear, strict=True) if v]
+    found = iter(jax.linear_transpose(of_linear, *avals)([ad.instantiate_zeros(ct) for ct in cotangents]))
+    return [next(found) if v else None for v in linear]
+
+
+def _batch(
+    axis: Any, operands: Any, dims: Any, *, consts: int, batching: Batching, **params: Any
+) -> tuple[Sequence[Any], Sequence[int | None]]:
+    batch = _compat.Axis.of(axis)
+    if all(d is None for d in dims):
+        outs = _call.bind(*operands, consts=consts, batching=batching, **params)
+        return outs, (None,) * len(outs)
+    # A call made anew would not know that what the kernel closed over is batched.
+    closed_over = any(d is not None for d in dims[:consts])
+    outs = None if closed_over else batching.batched(batch, operands[consts:], dims[consts:])
+    if outs is None:
+        outs = batch.vmap(functools.partial(_run, **params), dims)(*operands)
+    return outs, (0,) * len(outs)
+
+
+_call.def_impl(_run)
+_call.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[_call] = _jvp
+ad.primitive_transposes[_call] = _transpose
+batching.fancy_primitive_batchers[_call] = _batch
