@@ -26,6 +26,7 @@ bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python -m benchmarks.lowering
 	$(BIN)/python benchmarks/store.py
+	$(BIN)/python benchmarks/devices.py
 	$(BIN)/python -m benchmarks.racing
 	$(BIN)/python benchmarks/tuning.py
 	$(BIN)/python -m benchmarks.flash_attention

@@ -24,8 +24,10 @@ from ejkernel.ops import (
     find_labels_in_lowered,
     get_invocations,
     overlay_cache,
+    pmap_with_config,
     policy_override,
     record_invocation,
+    vmap_with_config,
 )
 
 
@@ -138,3 +140,13 @@ def test_label_form(kernel):
     executor = Executor(ConfigSelectorChain(), stamp_prefix="ejkernel_ops")
     lowered = jax.jit(lambda a, b: executor(kernel, a, b)).lower(A, B)
     assert find_labels_in_lowered(lowered) == [f"ejkernel_ops#my_kernel:{executor.explain(kernel, A, B).key[2]}"]
+
+
+def test_batch_forms():
+    executor, kernel = Executor(ConfigSelectorChain(cache=ConfigCache())), MyKernel()
+    bx, by = jnp.ones((4, 8, 16)), jnp.ones((4, 16, 8))
+    want = bx @ by
+    np.testing.assert_allclose(vmap_with_config(executor, kernel, in_axes=0)(bx, by), want)
+    np.testing.assert_allclose(vmap_with_config(kernel, in_axes=(0, 0))(bx, by, scale=2.0), 2 * want)
+    np.testing.assert_allclose(pmap_with_config(executor, kernel, in_axes=0, axis_name="devices")(bx, by), want)
+    np.testing.assert_allclose(pmap_with_config(kernel, axis_name="devices")(bx, by, scale=2.0), 2 * want)

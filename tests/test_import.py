@@ -42,6 +42,7 @@ HOMES = {
     "execution.tuning": [
         "Autotuner", "AutotuningResult", "Entry", "Measurement", "autotune", "autotune_recorded", "benchmark",
     ],
+    "execution.batch": ["vmap_with_config", "pmap_with_config"],
     "registry": ["record_invocation", "get_invocations"],
     "utils.fingerprint": [
         "device_kind", "get_device_platform", "device_fingerprint", "sharding_fingerprint",

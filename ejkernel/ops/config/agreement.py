@@ -131,11 +131,14 @@ class Agreement:
         return found
 
     def _patience(self, process: int, timeout_s: float) -> float:
-        """Nobody is waited for twice: one that is gone would cost the whole time at every call."""
-        return 0.0 if process in self._absent else max(timeout_s, 0.0)
+        """Nobody is waited for twice for long: one that is gone would cost the whole time at every call."""
+        return min(max(timeout_s, 0.0), _GRACE_S if process in self._absent else timeout_s)
 
 
 _PREFIX = "ejkernel/agreement/"
+_GRACE_S = 0.25
+"""For one that was late before: it may be only a little behind now."""
+
 _lock = threading.Lock()
 _current: Agreement | None = None
 

@@ -199,6 +199,11 @@ class ConfigSelectorChain:
             answer = Tier(agreed.tier, agreed.cfg, agreed.note)
         return Selection(inv, answer.cfg, answer.name, (*tiers, answer), policy)
 
+    def _agreed(self, inv: Invocation[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
+        """What was chosen with other processes before, if there are any."""
+        if policy.agree and agreement_here() is not None and (known := self.joint.known(inv, policy)) is not None:
+            yield Tier("agreed", known.cfg, f"{known.tier}, {known.note}")
+
     @functools.cached_property
     def joint(self) -> JointSelection:
         """The choices made with other processes."""
@@ -213,7 +218,7 @@ class ConfigSelectorChain:
     def explain(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """Like `select`, but asks every tier and never tunes or raises on a miss."""
         policy = effective_policy(self)
-        tiers = [*self._all_stored(inv, kernel, policy)]
+        tiers = [*self._local(inv), *self._agreed(inv, policy), *self.stored(inv, kernel, policy)]
         if policy.autotune == "on":
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
         elif policy.autotune != "frozen":

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from ejkernel._compat import Axis
 from ejkernel.ops.core import dispatch
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, key_builder_of
 from ejkernel.ops.utils import arguments
-from ejkernel.ops.utils.fingerprint import get_device_platform
+from ejkernel.ops.utils.fingerprint import get_device_platform, stable_json
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -69,6 +69,14 @@ class BatchedKernel(Kernel[Any, Any]):
         """The kernel's own."""
         return self.inner.cfg_type
 
+    @property
+    def key_builder(self) -> Callable[[Invocation[Any, Any]], str] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The kernel's own key for one call, and what the batch adds to it."""
+        build = key_builder_of(self.inner)
+        if build is None:
+            return None
+        return lambda inv: stable_json([build(self._one_of(inv)), self.batch.axis.size, list(self.batch.dims)])
+
     def invocation(self, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
         """The batch of calls like `inv`."""
         arrays, statics = arguments.split((inv.abstract_args, inv.abstract_kwargs))
@@ -93,6 +101,9 @@ class BatchedKernel(Kernel[Any, Any]):
         """The call as the kernel is asked about it: the batch if it runs batches itself, else one call."""
         if native(self.inner, inv.context, inv.platform or get_device_platform()) is not None:
             return replace(inv, kernel=self.inner)
+        return self._one_of(inv)
+
+    def _one_of(self, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
         arrays, statics = arguments.split((inv.args, dict(inv.kwargs)))
         args, kwargs = arguments.merge(self.batch.single(arrays), statics)
         axes = self.inner._batch_axes(statics) if isinstance(self.inner, BatchedKernel) else None

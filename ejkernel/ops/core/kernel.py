@@ -206,7 +206,7 @@ class Invocation(Generic[Cfg, Out]):
     @cached_property
     def call_key(self) -> str:
         """16 hex digits, the same in every process and on every host."""
-        build = None if self.kernel is None else _key_builder(self.kernel)
+        build = None if self.kernel is None else key_builder_of(self.kernel)
         if build is None:
             return fingerprint.short_hash(self.signature)
         key = build(self)
@@ -234,7 +234,7 @@ def _has_slots(cls: type) -> bool:
     return any(inspect.ismemberdescriptor(member) for _, member in _members(cls))
 
 
-def _key_builder(kernel: Kernel[Any, Any]) -> Callable[[Invocation[Any, Any]], str] | None:
+def key_builder_of(kernel: Kernel[Any, Any]) -> Callable[[Invocation[Any, Any]], str] | None:
     """`kernel.key_builder` as a function of the call, also where a plain function was put into the class body."""
     found = inspect.getattr_static(kernel, "key_builder", None)
     if inspect.isfunction(found) and len(inspect.signature(found).parameters) == 1:

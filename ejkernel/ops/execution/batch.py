@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ def vmap_with_config(
         trace = lambda args, kwargs: jax.vmap(lambda *args: run(*args, **kwargs), **options)(*args)
         return Program(kernel, trace)
 
-    key = ("vmap", identity(options))
+    key = _Key(("vmap", identity(options), identity(cfg)))
     return lambda *args, **kwargs: chosen.run_mapped(kernel, cfg, key, program, args, kwargs)
 
 
@@ -90,9 +90,25 @@ def pmap_with_config(
     chosen, kernel = _parties("pmap_with_config", executor, kernel)
     options = {"out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size, "devices": devices}
     jax.pmap(_parties, in_axes=_axes(in_axes), **options)
-    key = ("pmap", identity({**options, "in_axes": in_axes}))
+    key = _Key(("pmap", identity({**options, "in_axes": in_axes}), identity(cfg)))
     make = lambda run: _Pmapped(kernel.op_id, run, _axes(in_axes), options)
     return lambda *args, **kwargs: chosen.run_mapped(kernel, cfg, key, make, args, kwargs)
+
+
+class _Key:
+    """A key whose hash is computed once, not at every call."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Hashable) -> None:
+        self._value = value
+        self._hash = hash(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class _Pmapped:
@@ -118,7 +134,13 @@ class _Pmapped:
             run = lambda arrays, *rest: self._merged(arrays, statics, rest)
             left = tuple(axis for i, axis in enumerate(axes) if i not in bound)
             bounded(self._mapped, key, jax.pmap(run, in_axes=(None, *left), **self._options))
-        return self._mapped[key](arrays, *(x for i, x in enumerate(args) if i not in bound))
+        left = {i: x for i, x in enumerate(args) if i not in bound}
+        try:
+            return self._mapped[key](arrays, *left.values())
+        except ValueError:
+            # Of axes that are missing or of different sizes, `jax.vmap` tells more than `jax.pmap`.
+            jax.eval_shape(jax.vmap(lambda *_: (), in_axes=tuple(axes[i] for i in left)), *left.values())
+            raise
 
     def _merged(self, arrays: list[Any], statics: arguments.Statics, rest: Args) -> Any:
         kwargs, bound = arguments.merge(arrays, statics)

@@ -144,12 +144,13 @@ class Executor:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Runs a kernel inside of a transformation: `make(run)` is made once for each `key` and config."""
-        table = self._table(kernel)
-        program = table.get((key, identity(cfg)))
-        if program is None:
+        """Runs a kernel inside of a transformation: `make(run)` is made once for each `key`, which holds the config."""
+        try:
+            program = kernel._ejkernel_programs[self._key]()[key]
+        except (KeyError, TypeError, AttributeError):
+            table = self._table(kernel)
             run = self._runner(kernel, table, cfg)
-            program = bounded(table, (key, identity(cfg)), make(lambda *args, **kwargs: run(args, kwargs)))
+            program = table.get(key) or bounded(table, key, make(lambda *args, **kwargs: run(args, kwargs)))
         try:
             return _call(program, args, kwargs)
         except InputsWanted:
@@ -161,7 +162,7 @@ class Executor:
         mesh, in_specs, out_specs = (kwargs.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
         sharding.check(mesh, in_specs, out_specs)
         make = lambda run: Program(kernel, sharding.sharded_call(run, mesh, in_specs, out_specs))
-        key = ("shard_map", mesh, identity(in_specs), identity(out_specs))
+        key = ("shard_map", mesh, identity((in_specs, out_specs, cfg)))
         return self.run_mapped(kernel, cfg, key, make, args, kwargs)
 
     def compile(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Callable[..., Any]:

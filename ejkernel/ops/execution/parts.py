@@ -146,14 +146,16 @@ class WholeCall:
 
     def run(self, attempt: Attempt, arrays: Sequence[Any]) -> Any:
         """Runs the call with an attempt."""
-        if not self.fixed.kernel.jit:
-            # It wants to see values, which no operation of JAX's has.
-            if attempt.error is not None:
-                raise attempt.error
-            args, kwargs = arguments.merge(arrays, self._statics)
-            return self._differentiable(attempt, args, kwargs)
         part = self._part if attempt.batch is None else replace(self._part, pinned=attempt)
-        return self._flat.restore(part.bind(arrays, attempt))
+        return self._flat.restore(self._bound(part, arrays, attempt))
+
+    def _bound(self, part: Part, operands: Sequence[Any], attempt: Attempt) -> Sequence[Any]:
+        if self.fixed.kernel.jit:
+            return part.bind(operands, attempt)
+        # It wants to see values, which no operation of JAX's has.
+        if attempt.error is not None:
+            raise attempt.error
+        return part.make(attempt)(*operands)
 
     def _choose(self, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         return self.pipeline.batched_attempt(self.fixed, self.inv, batches, data)
@@ -210,7 +212,7 @@ class WholeCall:
 
         pinned = None if first.batch is None else first
         part = Part(f"{self.fixed.kernel.op_id}.fwd", make, partial(self._agreeing, first), pinned=pinned)
-        return flat.restore(part.bind(arrays, first))
+        return flat.restore(self._bound(part, arrays, first))
 
     def _with_residuals(self, first: Attempt, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """`fwd_with_residuals` of the attempt that serves the call, or of the next one that can."""
@@ -276,7 +278,7 @@ class WholeCall:
             part = replace(part, pinned=attempt)
         else:
             attempt = self.pipeline.backward_attempt(self.fixed, forward)
-        return flat.restore(part.bind(operands, attempt))
+        return flat.restore(self._bound(part, operands, attempt))
 
     def _backward_choice(self, forward: Attempt, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         chosen = self._agreeing(forward, batches, None)

@@ -1,0 +1,444 @@
+"""Batches: one selection, made for the batch, on shapes alone; values and gradients equal those of plain JAX."""
+
+import json
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ejkernel.ops import (
+    Autotuner,
+    ConfigSelectorChain,
+    Executor,
+    Kernel,
+    autotune_lowered,
+    default_executor,
+    pmap_with_config,
+    policy_override,
+    specs,
+    specs_of,
+    vmap_with_config,
+)
+from ejkernel.ops.execution.batch import BatchArgumentError
+from tests.support import STYLES, CustomVjp, Plain, Residuals, Scale, new_executor, reference_of, true
+
+
+class Recorder:
+    """Chooses one config, and remembers who asked."""
+
+    def __init__(self, factor=1):
+        self.asked = []
+        self.factor = factor
+
+    def choose(self, inv, kernel):
+        self.asked.append((inv.op_id, tuple(x.shape for x in jax.tree.leaves(inv.args)), inv.batch_axes))
+        return Scale(self.factor)
+
+
+class ByBatch:
+    """Chooses `Scale(5)` for batches and `Scale(1)` for single calls, so that a result shows what was asked."""
+
+    def choose(self, inv, kernel):
+        return Scale(1 if inv.batch_axes is None else 5)
+
+
+def same(got, want):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), got, want)
+
+
+def normal(*shape):
+    return jax.random.normal(jax.random.key(len(shape)), shape)
+
+
+# --- vmap_with_config: values and gradients ---
+
+IN_AXES = {
+    "int": (0, (3, 4), (3, 4)),
+    "inner axis": (1, (4, 3), (4, 3)),
+    "negative": (-1, (4, 3), (4, 3)),
+    "tuple": ((0, 1), (3, 4), (4, 3)),
+    "list": ([0, 0], (3, 4), (3, 4)),
+    "none": ((0, None), (3, 4), (4,)),
+    "none first": ((None, 1), (4,), (4, 3)),
+}
+
+
+def weighted(f):
+    return lambda x, y: (f(x, y) ** 2).sum()
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("form", IN_AXES)
+def test_vmap_with_config_equals_vmap(form, style):
+    in_axes, a, b = IN_AXES[form]
+    x, y = normal(*a), normal(*b)
+    mapped = vmap_with_config(new_executor(), style(), in_axes=in_axes)
+    plain = jax.vmap(reference_of(style), in_axes=in_axes)
+    same(mapped(x, y), plain(x, y))
+    same(jax.grad(weighted(mapped), (0, 1))(x, y), jax.grad(weighted(plain), (0, 1))(x, y))
+    same(jax.jit(jax.grad(weighted(mapped), (0, 1)))(x, y), jax.grad(weighted(plain), (0, 1))(x, y))
+
+
+class Tree(Kernel[Scale, jax.Array]):
+    """Pytrees in and out, a keyword array, a static keyword."""
+
+    def run(self, pair, y, *, cfg, shift=0.0, mode="plus"):
+        a, b = pair["a"], pair["b"]
+        total = a + b if mode == "plus" else a - b
+        return {"out": cfg.factor * total * y + shift, "sum": (a * y).sum()}
+
+    def heuristic_cfg(self, inv):
+        return Scale(1)
+
+
+def tree(pair, y, shift=0.0, mode="plus"):
+    return Tree("tree").run(pair, y, cfg=Scale(1), shift=shift, mode=mode)
+
+
+TREE_AXES = {
+    "whole argument": ((0, None), (3, 4), (3, 4)),
+    "each leaf": (({"a": 0, "b": 1}, None), (3, 4), (4, 3)),
+    "one leaf": (({"a": 0, "b": None}, 0), (3, 4), (4,)),
+}
+
+
+@pytest.mark.parametrize("transform", [vmap_with_config, pmap_with_config], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("form", TREE_AXES)
+def test_axes_of_leaves_and_keywords_that_are_not_mapped(form, transform):
+    in_axes, a, b = TREE_AXES[form]
+    pair = {"a": normal(*a), "b": normal(*b)}
+    y = normal(3, 4) if in_axes[1] == 0 else normal(4)
+    shift = normal(4)
+    got = transform(new_executor(), Tree("tree"), in_axes=in_axes)(pair, y, shift=shift, mode="minus")
+    want = jax.vmap(lambda pair, y: tree(pair, y, shift, "minus"), in_axes=in_axes)(pair, y)
+    same(got, want)
+
+
+def test_out_axes_and_axis_size():
+    x, y = normal(3, 4), normal(3, 4)
+    mapped = vmap_with_config(new_executor(), Plain(), out_axes=1)
+    same(mapped(x, y), jax.vmap(true, out_axes=1)(x, y))
+    whole = vmap_with_config(new_executor(), Plain(), in_axes=None, axis_size=3)
+    same(whole(x, y), jax.vmap(true, in_axes=None, axis_size=3)(x, y))
+
+
+@st.composite
+def batches(draw):
+    size, rank = draw(st.integers(1, 4)), draw(st.integers(0, 2))
+    shape = tuple(draw(st.integers(1, 3)) for _ in range(rank))
+    places = st.one_of(st.none(), st.integers(0, rank))
+    axes = draw(st.tuples(places, places).filter(lambda axes: axes != (None, None)))
+    shapes = [shape if axis is None else (*shape[:axis], size, *shape[axis:]) for axis in axes]
+    return axes, shapes, draw(st.sampled_from(STYLES))
+
+
+@given(batches())
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_shape_and_axes_equal_plain_vmap(batch):
+    in_axes, (a, b), style = batch
+    x, y = normal(*a), normal(*b)
+    executor, kernel = new_executor(), style()
+    plain = jax.vmap(reference_of(style), in_axes=in_axes)
+    for mapped in (
+        vmap_with_config(executor, kernel, in_axes=in_axes),
+        jax.vmap(lambda x, y: executor(kernel, x, y), in_axes=in_axes),
+    ):
+        same(mapped(x, y), plain(x, y))
+        same(jax.grad(weighted(mapped), (0, 1))(x, y), jax.grad(weighted(plain), (0, 1))(x, y))
+
+
+# --- Call forms and errors ---
+
+
+def test_kernel_alone_runs_by_the_default_executor():
+    x = normal(3, 4)
+    assert default_executor() is not None
+    same(vmap_with_config(Plain(), in_axes=(0, 0))(x, x), jax.vmap(true)(x, x))
+    same(pmap_with_config(Plain(), axis_name="devices")(x, x), jax.vmap(true)(x, x))
+
+
+@pytest.mark.parametrize("transform", [vmap_with_config, pmap_with_config], ids=lambda t: t.__name__)
+def test_wrong_arguments_are_named(transform):
+    with pytest.raises(BatchArgumentError, match=r"an executor and a kernel, or a kernel alone.*got function"):
+        transform(true)
+    with pytest.raises(TypeError, match="in_axes"):
+        transform(Plain(), in_axes="rows")
+    with pytest.raises(ValueError, match="inconsistent sizes"):
+        transform(new_executor(), Plain())(normal(3, 4), normal(2, 4))
+    with pytest.raises((ValueError, TypeError), match="in_axes"):
+        transform(new_executor(), Plain(), in_axes=(0, 0, 0))(normal(3, 4), normal(3, 4))
+
+
+def test_missing_axis_is_refused_as_by_vmap():
+    with pytest.raises(ValueError, match="rank should be at least 2"):
+        vmap_with_config(new_executor(), Plain(), in_axes=1)(normal(3), normal(3))
+
+
+# --- One selection ---
+
+
+@pytest.mark.parametrize("transform", [vmap_with_config, pmap_with_config], ids=lambda t: t.__name__)
+def test_one_selection_on_shapes_and_nothing_executed_for_it(transform):
+    runs = []
+
+    class Counting(Plain):
+        def run(self, x, y, *, cfg):
+            jax.debug.callback(lambda: runs.append(1))
+            return super().run(x, y, cfg=cfg)
+
+    chooser = Recorder()
+    mapped = transform(Executor(chooser), Counting())
+    x = normal(3, 4)
+    jax.block_until_ready(mapped(x, x))
+    jax.effects_barrier()
+    assert len(chooser.asked) == 1
+    assert len(runs) <= 3, "the three calls of the batch, no sample"
+    transform(Executor(chooser), Counting())
+    mapped(x + 1, x)
+    assert len(chooser.asked) == 1
+
+
+def test_selection_sees_the_batch_and_where_its_axis_is():
+    chooser = Recorder()
+    vmap_with_config(Executor(chooser), Plain("k"), in_axes=(1, None))(normal(4, 3), normal(4))
+    assert chooser.asked == [("k", ((4, 3), (4,)), (1, None))]
+
+
+def test_function_made_anew_at_each_call_is_compiled_once():
+    executor, x = new_executor(), normal(3, 4)
+    traces = []
+
+    class Counting(Plain):
+        def run(self, x, y, *, cfg):
+            traces.append(1)
+            return super().run(x, y, cfg=cfg)
+
+    for _ in range(3):
+        vmap_with_config(executor, Counting(), in_axes=0)(x, x)
+        first = len(traces)
+    assert len(traces) == first
+
+
+def test_explicit_config_is_not_selected():
+    chooser = Recorder()
+    x = normal(3, 4)
+    same(vmap_with_config(Executor(chooser), Plain(), cfg=Scale(3))(x, x), 3 * true(x, x))
+    same(pmap_with_config(Executor(chooser), Plain(), cfg=Scale(3))(x, x), 3 * true(x, x))
+    assert chooser.asked == []
+
+
+class Centred(Plain):
+    """Communicates with the other calls of its batch."""
+
+    def run(self, x, y, *, cfg):
+        return (x - jax.lax.pmean(x, "batch")) * y
+
+
+@pytest.mark.parametrize("transform", [vmap_with_config, pmap_with_config], ids=lambda t: t.__name__)
+def test_kernel_communicates_over_the_axis_name(transform):
+    x = normal(4, 5)
+    mapped = transform(new_executor(), Centred(), axis_name="batch")
+    plain = lambda x, y: (x - x.mean(0)) * y
+    same(mapped(x, x), plain(x, x))
+    same(jax.grad(weighted(mapped))(x, x), jax.grad(weighted(plain))(x, x))
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+def test_gradient_through_pmap(style):
+    x, y = normal(4, 5), normal(5)
+    mapped = pmap_with_config(new_executor(), style(), in_axes=(0, None))
+    plain = jax.vmap(reference_of(style), in_axes=(0, None))
+    same(jax.grad(weighted(mapped), (0, 1))(x, y), jax.grad(weighted(plain), (0, 1))(x, y))
+
+
+# --- Plain jax.vmap ---
+
+PLACES = {
+    "vmap": lambda f: jax.vmap(f),
+    "vmap of jit": lambda f: jax.vmap(jax.jit(f)),
+    "jit of vmap": lambda f: jax.jit(jax.vmap(f)),
+    "vmap of scan": lambda f: jax.vmap(lambda x, y: jax.lax.scan(lambda c, _: (c, f(x, y)), 0, None, length=1)[1][0]),
+    "vmap of remat": lambda f: jax.vmap(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_config_is_chosen_for_the_batch(place, style):
+    executor, kernel, x = Executor(ByBatch()), style(), normal(3, 4)
+    same(PLACES[place](lambda x, y: executor(kernel, x, y))(x, x), 5 * true(x, x))
+    same(executor(kernel, x, x), true(x, x))
+
+
+DERIVATIVES = {
+    "vmap of grad": lambda f: jax.vmap(jax.grad(lambda x, y: f(x, y).sum())),
+    "grad of vmap": lambda f: jax.grad(lambda x, y: jax.vmap(f)(x, y).sum()),
+    "jit of vmap of grad": lambda f: jax.jit(jax.vmap(jax.grad(lambda x, y: f(x, y).sum()))),
+    "vmap of jit of grad": lambda f: jax.vmap(jax.jit(jax.grad(lambda x, y: f(x, y).sum()))),
+    "grad of jit of vmap": lambda f: jax.grad(lambda x, y: jax.jit(jax.vmap(f))(x, y).sum()),
+}
+
+
+@pytest.mark.parametrize("style", [Plain, CustomVjp, Residuals], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("place", DERIVATIVES)
+def test_config_of_a_gradient_is_chosen_for_the_batch(place, style):
+    if style is Plain and place == "vmap of jit of grad":
+        pytest.skip("what JAX has differentiated inside of jit cannot be chosen anew")
+    executor, kernel, x = Executor(ByBatch()), style(), normal(3, 4)
+    got = DERIVATIVES[place](lambda x, y: executor(kernel, x, y))(x, x)
+    same(got, 5 * DERIVATIVES[place](reference_of(style))(x, x))
+
+
+def test_forward_mode_over_a_batch():
+    executor, kernel, x = Executor(ByBatch()), Plain(), normal(3, 4)
+    push = lambda f: jax.vmap(lambda x: jax.jvp(lambda x: f(x, x), (x,), (x,))[1])(x)
+    same(push(lambda x, y: executor(kernel, x, y)), 5 * push(true))
+
+
+def test_second_derivative_over_a_batch():
+    executor, kernel, x = new_executor(), Plain(), normal(3)
+    hessian = lambda f: jax.vmap(jax.hessian(lambda x: f(x, x)))(x)
+    same(hessian(lambda x, y: executor(kernel, x, y)), hessian(true))
+
+
+def test_linear_kernel_is_transposed():
+    class Linear(Plain):
+        def run(self, x, y, *, cfg):
+            return 2 * x * y
+
+    executor, x = new_executor(), normal(3, 4)
+    (got,) = jax.linear_transpose(lambda x: jax.vmap(lambda x: executor(Linear(), x, jnp.ones(4)))(x), x)(x)
+    same(got, 2 * x)
+
+
+def test_nested_batches_are_told_innermost_first():
+    chooser = Recorder()
+    executor, kernel = Executor(chooser), Plain("k")
+    jax.vmap(jax.vmap(lambda x, y: executor(kernel, x, y), in_axes=(0, None)), in_axes=(2, None))(
+        normal(3, 4, 2), normal(4)
+    )
+    assert chooser.asked[-1] == ("k", ((3, 4, 2), (4,)), ((0, None), (2, None)))
+
+
+def test_batch_is_tuned_stored_and_found_as_a_problem_of_its_own():
+    tuned = []
+
+    class Last:
+        def autotune(self, make_fn, args, kwargs, candidates):
+            cfg = list(candidates)[-1]
+            tuned.append([x.shape for x in args])
+            assert make_fn(cfg)(*args).shape == (3, 4)
+            return cfg
+
+    selector = ConfigSelectorChain(tuner=Last(), autotune=True)
+    executor, kernel, x = Executor(selector), Plain(), normal(3, 4)
+    same(jax.vmap(lambda x, y: executor(kernel, x, y))(x, x), 2 * true(x, x))
+    assert tuned == [[(3, 4), (3, 4)]], "the batch, and no single call"
+    with policy_override(autotune="frozen"):
+        same(jax.vmap(lambda x, y: executor(kernel, x, y))(x, x), 2 * true(x, x))
+        same(vmap_with_config(executor, kernel)(x, x), 2 * true(x, x))
+
+
+def test_guess_and_candidates_of_a_mapped_kernel_are_about_one_call():
+    seen = []
+
+    class Asking(Plain):
+        def heuristic_cfg(self, inv):
+            seen.append((inv.args[0].shape, inv.batch_axes))
+            return Scale(1)
+
+    x = normal(3, 4)
+    vmap_with_config(new_executor(), Asking())(x, x)
+    assert seen == [((4,), None)]
+
+
+# --- Kernels that run batches themselves ---
+
+
+class Native(Plain):
+    """Shows in its result that it was given the batch."""
+
+    def run_batched(self, x, y, *, cfg, in_axes):
+        assert in_axes == (0, None)
+        return 7 * cfg.factor * jnp.sin(x) * y[None]
+
+
+class NativeVjp(CustomVjp):
+    run_batched = Native.run_batched
+
+
+class Leading(Plain):
+    leading_batch = True
+
+    def run(self, x, y, *, cfg):
+        factor = 7 if x.ndim == 2 else 1
+        return factor * cfg.factor * jnp.sin(x) * y
+
+
+@pytest.mark.parametrize("kernel", [Native(), NativeVjp(), Leading()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_kernel_that_runs_batches_is_given_the_batch(kernel, axis):
+    executor, y = new_executor(), normal(4)
+    x = jnp.moveaxis(normal(3, 4), 0, axis)
+    want = 7 * jax.vmap(true, in_axes=(axis, None))(x, y)
+    same(jax.vmap(lambda x, y: executor(kernel, x, y), in_axes=(axis, None))(x, y), want)
+    same(vmap_with_config(executor, kernel, in_axes=(axis, None))(x, y), want)
+    same(executor(kernel, y, y), true(y, y))
+
+
+def test_gradient_of_a_native_batch_is_the_kernels_own():
+    executor, x, y = new_executor(), normal(3, 4), normal(4)
+    mapped = lambda f: lambda x, y: jax.vmap(f, in_axes=(0, None))(x, y).sum()
+    got = jax.grad(mapped(lambda x, y: executor(NativeVjp(), x, y)), (0, 1))(x, y)
+    same(got, jax.grad(mapped(reference_of(CustomVjp)), (0, 1))(x, y))
+
+
+def test_kernel_that_is_gone_leaves_its_equations():
+    class Unshared(Plain):
+        def __init__(self):
+            super().__init__("unshared")
+            self.notes = []
+
+    executor, x = new_executor(), normal(3, 4)
+    jaxpr = jax.make_jaxpr(lambda x, y: executor(Unshared(), x, y))(x[0], x[0])
+    same(jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr))(x, x), [true(x, x)])
+
+
+# --- Outside of the program that was traced ---
+
+
+def test_batch_in_a_lowered_program_is_found_and_tuned_by_its_label():
+    executor, kernel, x = new_executor(), Plain("labelled"), normal(3, 4)
+    fn = jax.jit(jax.vmap(lambda x, y: executor(kernel, x, y)))
+    result = autotune_lowered(executor.chooser, fn.lower(x, x))
+    assert [entry.op_id for entry in result.entries] == ["labelled"]
+    assert result.unmatched == ()
+    with policy_override(autotune="frozen"):
+        fn(x, x)
+
+
+def test_batch_can_be_tuned_in_another_process():
+    executor, kernel, x = new_executor(), Residuals("travels"), normal(3, 4)
+    lowered = jax.jit(jax.vmap(lambda x, y: executor(kernel, x, y), in_axes=(0, None))).lower(x, normal(4))
+    (spec,) = specs_of(lowered)
+    inv = specs.from_spec(json.loads(json.dumps(spec)))
+    assert (inv.op_id, inv.batch_axes) == ("travels", (0, None))
+    assert Autotuner(timer="wall").tune(inv, inv.kernel).complete
+
+
+def test_key_of_the_kernels_own_making_tells_batches_apart():
+    class Keyed(Plain):
+        def key_builder(self, inv):
+            return f"rank {inv.args[0].ndim}"
+
+    keys = set()
+    selector = ConfigSelectorChain(on_event=lambda name, **data: keys.add(data["call_key"]))
+    executor, kernel = Executor(selector), Keyed()
+    for size in (3, 3, 5):
+        vmap_with_config(executor, kernel)(normal(size, 4), normal(size, 4))
+        vmap_with_config(executor, kernel)(normal(size, 2), normal(size, 2))
+    assert len(keys) == 2
