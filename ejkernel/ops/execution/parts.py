@@ -20,7 +20,7 @@ from ejkernel.ops.core import autodiff, call, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel, native, stacked
 from ejkernel.ops.core.call import Flat
-from ejkernel.ops.core.kernel import Invocation, KernelDefinitionError
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.execution.pipeline import Args, Attempt, Fixed, Kwargs, Pipeline, any_tracer, residual_pair
 from ejkernel.ops.utils import arguments
 
@@ -108,6 +108,11 @@ class _Flattened:
         return self.structure.unflatten(leaves)
 
 
+def _has_own_gradient(kernel: Kernel[Any, Any]) -> bool:
+    """Whether a kernel has a gradient of its own on any platform."""
+    return any(name == "custom_vjp" or name.startswith("fwd_with_residuals") for name in dir(kernel))
+
+
 class WholeCall:
     """A call: run, differentiated in the kernel's own way, labelled.
 
@@ -117,8 +122,10 @@ class WholeCall:
     def __init__(self, pipeline: Pipeline, fixed: Fixed, inv: Invocation[Any, Any], statics: arguments.Statics) -> None:
         self.pipeline = pipeline
         kernel = fixed.kernel
-        # Equations stay in JAX's caches, and a kernel that shares its programs with nobody must not stay with them.
-        self._kernel = weakref.ref(kernel) if kernel.state() is None else lambda: kernel
+        # Equations stay in JAX's caches, and a kernel that shares its programs with nobody must not stay with them;
+        # unless it is wanted for their gradient.
+        weak = kernel.state() is None and not _has_own_gradient(kernel)
+        self._kernel = weakref.ref(kernel) if weak else lambda: kernel
         self._cfgs = fixed[1:]
         self._inv = replace(inv, kernel=None)
         self._statics = statics

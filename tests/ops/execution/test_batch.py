@@ -408,6 +408,19 @@ def test_kernel_that_is_gone_leaves_its_equations():
     same(jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr))(x, x), [true(x, x)])
 
 
+@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
+def test_gradient_outlives_the_kernel(style):
+    class Unshared(style):
+        def __init__(self):
+            super().__init__("unshared")
+            self.notes = []
+
+    executor, x = new_executor(), normal(3, 4)
+    _, pull = jax.vjp(lambda x: jax.vmap(lambda x: executor(Unshared(), x, x))(x), x)
+    _, want = jax.vjp(lambda x: jax.vmap(lambda x: reference_of(style)(x, x))(x), x)
+    same(pull(x), want(x))
+
+
 # --- Outside of the program that was traced ---
 
 
