@@ -14,6 +14,8 @@ WGMMA_ROWS = 64
 _BARRIER_BYTES = 1_024  # All mbarriers of a block, with the alignment padding around them.
 
 Schedule = Literal["persistent", "grid"]
+DqWay = Literal["bulk", "registers", "kernel"]
+Split = Literal["keys", "columns"]
 _SCHEDULES: tuple[Schedule, ...] = ("persistent", "grid")
 
 
@@ -112,24 +114,37 @@ class MosaicBwdConfig:
     """One way to run the backward kernel.
 
     Attributes:
-      consumers: Warpgroups that compute; each owns 64 keys of a tile.
+      consumers: Warpgroups that compute.
+      split: What the consumers share out: `keys` of a tile, 64 each, or `columns` of dK and dV of 64 keys.
       block_q: Queries in one step: 64, or 64 per consumer.
       stages: Tiles of Q and dO in flight.
       schedule: As in the forward config.
       head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache.
-      dq: How dQ is added up in memory: by the copy engine from shared memory, or from registers.
+      dq: How dQ is added up in memory: by the copy engine from shared memory (`bulk`), or from `registers`; or whether
+        a second `kernel` computes it, which makes two products more but adds nothing up, always in the same order.
+      dq_block_kv: Keys in one step of that second kernel, which has 64 queries a consumer.
+      dq_k_stages: Tiles of K it has in flight.
+      dq_v_stages: Tiles of V it has in flight; one is enough, V is done with early in a step.
     """
 
     consumers: int = 2
+    split: Split = "keys"
     block_q: int = 64
     stages: int = 2
-    dq: Literal["bulk", "registers"] = "bulk"
+    dq: DqWay = "bulk"
+    dq_block_kv: int = 64
+    dq_k_stages: int = 2
+    dq_v_stages: int = 1
     schedule: Schedule = "persistent"
     head_group: int = 0
 
     @property
-    def block_kv(self) -> int:
+    def dq_block_q(self) -> int:
         return self.consumers * WGMMA_ROWS
+
+    @property
+    def block_kv(self) -> int:
+        return WGMMA_ROWS if self.split == "columns" else self.consumers * WGMMA_ROWS
 
     @property
     def consumer_registers(self) -> int:
@@ -140,16 +155,27 @@ class MosaicBwdConfig:
         return {1: 24, 2: 24, 3: 32}[self.consumers]
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one block: K and V, the rings of Q and dO, two dS tiles, dQ, the row vectors."""
+        """Shared memory of one block: K and V, the rings of Q and dO, two tiles of dS (and P), dQ, the row vectors."""
         keys = 2 * self.block_kv * head_dim * 2
         rings = 2 * self.stages * self.block_q * head_dim * 2
-        scores = 2 * self.block_kv * self.block_q * 2
+        scores = (4 if self.split == "columns" else 2) * self.block_kv * self.block_q * 2
         dq = self.block_q * head_dim * 4 if self.dq == "bulk" else 0
         return keys + rings + scores + dq + 2 * self.stages * self.block_q * 4 + _BARRIER_BYTES
 
+    def dq_smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of one block of the second kernel: Q and dO, the rings of K and V."""
+        rows = 2 * self.dq_block_q + (self.dq_k_stages + self.dq_v_stages) * self.dq_block_kv
+        return rows * head_dim * 2 + _BARRIER_BYTES
+
     def live_registers(self, head_dim: int) -> int:
-        """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient, and the rest."""
+        """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient or dQ, the rest."""
+        if self.split == "columns":
+            return (head_dim + self.block_q) // self.consumers + 24
         return head_dim + self.block_q + 24
+
+    def dq_live_registers(self, head_dim: int) -> int:
+        """The same in the second kernel: dQ, scores and their gradient, the gradient before, and the rest."""
+        return head_dim // 2 + self.dq_block_kv + self.dq_block_kv // 4 + 24
 
     def unfit(self, head_dim: int) -> str | None:
         """Says why this config cannot run at `head_dim`, or `None` if it can."""
@@ -159,22 +185,39 @@ class MosaicBwdConfig:
             return f"block_q must be 64 or {self.consumers * WGMMA_ROWS}, got {self.block_q}"
         if self.block_q == WGMMA_ROWS and head_dim % (self.consumers * 64):
             return f"{self.consumers} consumers cannot share out a dQ of 64 rows and {head_dim} columns"
+        if self.split == "columns" and (self.block_q != WGMMA_ROWS or self.consumers != 2):
+            return "a split by columns wants 64 queries a step and two consumers"
+        if (self.split == "columns") != (self.dq == "kernel"):
+            return f"a split by {self.split} cannot have its dQ from {self.dq}"
         if self.stages < 2:
             return f"stages must be at least 2, got {self.stages}"
         if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
             return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
         if (live := self.live_registers(head_dim)) > self.consumer_registers:
             return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
+        if self.dq == "kernel":
+            return self._dq_unfit(head_dim)
+        return None
+
+    def _dq_unfit(self, head_dim: int) -> str | None:
+        if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64:
+            return "the kernel for dQ wants two tiles of K, one of V, and a multiple of 64 keys"
+        if (smem := self.dq_smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
+            return f"needs {smem} bytes of shared memory for dQ, the chip has {SMEM_LIMIT_BYTES}"
+        if (live := self.dq_live_registers(head_dim)) > self.consumer_registers:
+            return f"needs about {live} registers a thread for dQ, a consumer has {self.consumer_registers}"
         return None
 
 
 def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
     """Yields the backward configs that fit the chip at `head_dim`."""
-    ways: tuple[Literal["bulk", "registers"], ...] = ("bulk", "registers")
-    axes = itertools.product((2, 3), (False, True), (2, 3), ways, _SCHEDULES)
-    for consumers, per_consumer, stages, dq, schedule in axes:
+    ways: tuple[tuple[Split, DqWay], ...] = (("keys", "bulk"), ("keys", "registers"), ("columns", "kernel"))
+    axes = itertools.product((2, 3), ways, (False, True), (2, 3), _SCHEDULES)
+    for consumers, (split, dq), per_consumer, stages, schedule in axes:
         block_q = consumers * WGMMA_ROWS if per_consumer else WGMMA_ROWS
-        cfg = MosaicBwdConfig(consumers=consumers, block_q=block_q, stages=stages, dq=dq, schedule=schedule)
+        cfg = MosaicBwdConfig(
+            consumers=consumers, split=split, block_q=block_q, stages=stages, dq=dq, schedule=schedule
+        )
         if cfg.unfit(head_dim) is None:
             yield cfg
 
@@ -183,4 +226,6 @@ def default_backward(head_dim: int) -> MosaicBwdConfig:
     """Returns the config to use untuned."""
     if head_dim <= 64:
         return MosaicBwdConfig(block_q=128, dq="registers")
-    return MosaicBwdConfig(block_q=64, dq="bulk")
+    if head_dim <= 128:
+        return MosaicBwdConfig(block_q=64, dq="bulk")
+    return MosaicBwdConfig(split="columns", block_q=64, dq="kernel")

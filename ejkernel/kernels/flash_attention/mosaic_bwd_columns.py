@@ -1,0 +1,129 @@
+"""Consumers of the backward kernel that share out a tile by columns of dK and dV: 64 keys, half the columns each.
+
+For head dims whose dK and dV of 64 keys do not fit one warpgroup. Scores are shared out by queries; weights and their
+gradient go through shared memory to the others. Products with those of one step run while the next scores are made:
+
+1. issue dV and dK of the step before, then the scores of this step and the gradient of the weights;
+2. when dV and dK are there, give the queries' memory back; compute and store weights and gradient.
+
+dQ has a kernel of its own (`mosaic_bwd_queries.py`): with 64 keys a tile there would be twice as much to add up in
+memory as with 128, and that alone took longer than two more products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
+from ejkernel.kernels.flash_attention.mosaic_scores import Scores
+from ejkernel.kernels.flash_attention.mosaic_store import store_columns
+from ejkernel.kernels.flash_attention.mosaic_walk import Walk
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
+
+
+def consume(
+    walk: Walk,
+    scores: Scores,
+    mma: MatrixUnit,
+    total: QueryGradient | None,
+    cfg: MosaicBwdConfig,
+    mem: Any,
+    dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+) -> None:
+    wg = lax.axis_index("warpgroup")
+    dtype, half = dk_ref.dtype, (WGMMA_ROWS, dk_ref.shape[3] // cfg.consumers)
+    k_tile, v_tile = mem.k_smem.at[0], mem.v_smem.at[0]
+    queries = cfg.block_q // cfg.consumers
+    own_queries, own_cols = pl.ds(wg * queries, queries), pl.ds(wg * half[1], half[1])
+
+    def meet():
+        plgpu.barrier_arrive(mem.tile_done)
+        plgpu.barrier_wait(mem.tile_done)
+
+    def tile(i, step):
+        at = walk.tile(i)
+        plgpu.barrier_wait(mem.k_full.at[0])
+        plgpu.barrier_wait(mem.v_full.at[0])
+
+        def buffer_of(n):
+            return lax.rem(step + n, jnp.int32(2))
+
+        def make_scores(n, meanwhile: Callable[[], Any]):
+            """Stores the weights of step `n` and the gradient of its scores; two products run during `meanwhile`."""
+            slot, buffer = walk.slot(step + n), buffer_of(n)
+            row = at.place(n)[1] + wg * queries
+            plgpu.barrier_wait(mem.q_full.at[slot])
+
+            def body(s_acc, dp_acc):
+                mma.multiply(s_acc, k_tile, mem.q_smem.at[slot, own_queries], b_t=True)
+                plgpu.barrier_wait(mem.do_full.at[slot])
+                mma.multiply(dp_acc, v_tile, mem.do_smem.at[slot, own_queries], b_t=True)
+                held = meanwhile()
+                s = mma.result(s_acc, in_flight=1)
+                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.batch, at.col, row)
+                # Waiting here also keeps ptxas from moving the wait for the product up, over the exponentials.
+                plgpu.barrier_wait(mem.ds_free.at[buffer])
+                ds = scores.gradient(p, t, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot, own_queries]))
+                store_columns(mem.p_smem.at[buffer], wg, p.astype(dtype), interpret=mma.interpret)
+                store_columns(mem.ds_smem.at[buffer, 0], wg, ds.astype(dtype), interpret=mma.interpret)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(mem.ds_full.at[buffer])
+                return held
+
+            return mma.scoped(body, (WGMMA_ROWS, queries), (WGMMA_ROWS, queries))
+
+        def add_keys(n, carry: tuple[jax.Array, jax.Array], then: Callable[[Callable[[int], Any]], Any]):
+            """Adds step `n` to dK and dV; `then` says how many products it issued before it wants the sums."""
+            slot, buffer = walk.slot(step + n), buffer_of(n)
+            plgpu.barrier_wait(mem.ds_full.at[buffer])
+
+            def body(dv_acc, dk_acc):
+                dk, dv = carry
+                mma.start_from(dv_acc, dv)
+                mma.multiply(dv_acc, mem.p_smem.at[buffer], mem.do_smem.at[slot, :, own_cols])
+                mma.start_from(dk_acc, dk)
+                mma.multiply(dk_acc, mem.ds_smem.at[buffer, 0], mem.q_smem.at[slot, :, own_cols])
+
+                def sums(issued: int):
+                    dv = mma.result(dv_acc, in_flight=issued + 1)
+                    plgpu.barrier_arrive(mem.do_free.at[slot])
+                    dk = mma.result(dk_acc, in_flight=issued)
+                    plgpu.barrier_arrive(mem.q_free.at[slot])
+                    plgpu.barrier_arrive(mem.ds_free.at[buffer])
+                    return dk, dv
+
+                return then(sums)
+
+            return mma.scoped(body, half, half)
+
+        def advance(n, carry):
+            return add_keys(n - 1, carry, lambda sums: make_scores(n, lambda: sums(2)))
+
+        zeros = layout_cast(jnp.zeros(half, jnp.float32), plgpu.Layout.WGMMA)
+        make_scores(jnp.int32(0), lambda: ())
+        carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
+        dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
+        # The gradients leave through the memory of K and V: once nobody reads it any more, and once both halves are there.
+        meet()
+        v_tile.at[:, own_cols][...] = dv.astype(dtype)
+        k_tile.at[:, own_cols][...] = (dk * scores.scale).astype(dtype)
+        plgpu.commit_smem()
+        meet()
+        rows = pl.ds(at.col, WGMMA_ROWS)
+        pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[at.batch, rows, at.kv_head]))
+        pl.when(wg == 1)(lambda: plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[at.batch, rows, at.kv_head]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(mem.kv_free)
+        return step + at.steps
+
+    lax.fori_loop(0, walk.tiles, tile, jnp.int32(0))

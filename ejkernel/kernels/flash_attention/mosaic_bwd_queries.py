@@ -1,0 +1,221 @@
+"""The backward kernel's second half where dQ does not fit into the first: a kernel that computes dQ alone.
+
+It computes scores and their gradient again, 64 queries a warpgroup, and runs over the keys as the forward kernel does:
+dQ stays in registers, and nothing is added up in memory. A step issues its scores, then dQ of the step before, then
+the gradient of its weights, so that the exponentials run under two products.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_mask import Band
+from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
+from ejkernel.kernels.flash_attention.mosaic_scores import Scores
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
+
+_HEAD_GROUP = 4  # As in the forward kernel.
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def query_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    segments: tuple[jax.Array, ...],
+    *,
+    band: Band,
+    scale: float,
+    soft_cap: float | None,
+    cfg: MosaicBwdConfig,
+    blocks: int,
+    interpret: Any,
+) -> jax.Array:
+    """Returns dQ; vectors along the queries must be padded to whole tiles of `cfg.dq_block_q`."""
+    batch, _, heads, head_dim = q.shape
+    table = tile_table(
+        heads=batch * heads,
+        steps=band.steps(cfg.dq_block_q, cfg.dq_block_kv),
+        blocks=blocks,
+        head_group=cfg.head_group or _HEAD_GROUP,
+        persistent=cfg.schedule == "persistent",
+    )
+    q_tile = plgpu.SMEM((cfg.consumers, WGMMA_ROWS, head_dim), q.dtype, transforms=_SWIZZLED)
+    body = functools.partial(
+        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, mma=MatrixUnit(bool(interpret))
+    )
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(table.shape[0],),
+        grid_names=("block",),
+        num_threads=cfg.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "q_smem": q_tile,
+            "do_smem": q_tile,
+            "k_smem": plgpu.SMEM((cfg.dq_k_stages, cfg.dq_block_kv, head_dim), k.dtype, transforms=_SWIZZLED),
+            "v_smem": plgpu.SMEM((cfg.dq_v_stages, cfg.dq_block_kv, head_dim), v.dtype, transforms=_SWIZZLED),
+            "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
+            "do_full": plgpu.Barrier(num_barriers=cfg.consumers),
+            "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
+            "k_full": plgpu.Barrier(num_barriers=cfg.dq_k_stages),
+            "k_free": plgpu.Barrier(num_barriers=cfg.dq_k_stages, num_arrivals=cfg.consumers),
+            "v_full": plgpu.Barrier(num_barriers=cfg.dq_v_stages),
+            "v_free": plgpu.Barrier(num_barriers=cfg.dq_v_stages, num_arrivals=cfg.consumers),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+    )(q, k, v, dout, lse, delta, jnp.asarray(table), *segments)
+
+
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    table_ref,
+    *refs: Any,
+    cfg: MosaicBwdConfig,
+    band: Band,
+    scale: float,
+    soft_cap: float | None,
+    mma: MatrixUnit,
+    **scratch: Any,
+):
+    *segment_refs, dq_ref = refs
+    mem = types.SimpleNamespace(**scratch)
+    block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
+    heads, head_dim = q_ref.shape[2], q_ref.shape[3]
+    rows_per_head = -(-band.q_len // cfg.dq_block_q)
+    block_kv = cfg.dq_block_kv
+
+    def decode(i):
+        """Returns batch, head, first query, first key block and number of key blocks of the block's tile `i`."""
+        tile = table_ref[block, i + 1]
+        flat = lax.div(tile, jnp.int32(rows_per_head))
+        row = lax.rem(tile, jnp.int32(rows_per_head)) * cfg.dq_block_q
+        start, end = band.blocks(row, cfg.dq_block_q, block_kv)
+        return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end - start
+
+    def k_slot(step):
+        return lax.rem(step, jnp.int32(cfg.dq_k_stages))
+
+    def v_slot(step):
+        return lax.rem(step, jnp.int32(cfg.dq_v_stages))
+
+    @pl.when(wg == cfg.consumers)
+    def _produce():
+        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
+
+        def tile(i, step):
+            batch, head, row, start, count = decode(i)
+            kv_head = lax.div(head, jnp.int32(heads // k_ref.shape[2]))
+
+            def load(ref, smem, full, free, slot, n):
+                plgpu.barrier_wait(free.at[slot])
+                rows = pl.ds((start + n) * block_kv, block_kv)
+                plgpu.copy_gmem_to_smem(ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+
+            def load_both(n, _):
+                load(k_ref, mem.k_smem, mem.k_full, mem.k_free, k_slot(step + n), n)
+                load(v_ref, mem.v_smem, mem.v_full, mem.v_free, v_slot(step + n), n)
+
+            for c in range(cfg.consumers):
+                rows = pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS)
+                plgpu.barrier_wait(mem.q_free.at[c])
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], mem.q_smem.at[c], mem.q_full.at[c])
+                plgpu.copy_gmem_to_smem(do_ref.at[batch, rows, head], mem.do_smem.at[c], mem.do_full.at[c])
+            lax.fori_loop(0, count, load_both, None)
+            return step + count
+
+        lax.fori_loop(0, table_ref[block, 0], tile, jnp.int32(0))
+        # Nothing may be left unseen on a barrier when the block ends; the interpreter insists on it.
+        for free in (mem.k_free, mem.v_free, mem.q_free):
+            for slot in range(free.shape[0]):
+                plgpu.barrier_wait(free.at[slot])
+
+    @pl.when(wg < cfg.consumers)
+    def _consume():
+        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
+        plgpu.barrier_arrive(mem.q_free.at[wg])
+        for free in (mem.k_free, mem.v_free):
+            for slot in range(free.shape[0]):
+                plgpu.barrier_arrive(free.at[slot])
+        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0)
+        q_tile, do_tile = mem.q_smem.at[wg], mem.do_smem.at[wg]
+        narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim)
+
+        def tile(i, step):
+            batch, head, row, start, count = decode(i)
+            row = row + wg * WGMMA_ROWS
+            rows = pl.ds(row, WGMMA_ROWS)
+            lse = scores.of_queries(lse_ref.at[batch, head, rows], optimized=False)
+            delta = scores.of_queries(delta_ref.at[batch, head, rows], optimized=False)
+            plgpu.barrier_wait(mem.q_full.at[wg])
+            plgpu.barrier_wait(mem.do_full.at[wg])
+
+            def advance(n, carry, first=False):
+                dq, ds = carry
+                k, v = k_slot(step + n), v_slot(step + n)
+                plgpu.barrier_wait(mem.k_full.at[k])
+
+                def body(s_acc, dp_acc, dq_acc=None):
+                    mma.multiply(s_acc, q_tile, mem.k_smem.at[k], b_t=True)
+                    if not first:
+                        mma.start_from(dq_acc, dq)
+                        mma.multiply(dq_acc, ds, mem.k_smem.at[k_slot(step + n - 1)])
+                    plgpu.barrier_wait(mem.v_full.at[v])
+                    mma.multiply(dp_acc, do_tile, mem.v_smem.at[v], b_t=True)
+                    s = mma.result(s_acc, in_flight=1 if first else 2)
+                    p, t = scores.weights(s, lse, batch, (start + n) * block_kv, row)
+                    new = dq if first else mma.result(dq_acc, in_flight=1)
+                    if not first:
+                        plgpu.barrier_arrive(mem.k_free.at[k_slot(step + n - 1)])
+                    dp = mma.result(dp_acc)
+                    plgpu.barrier_arrive(mem.v_free.at[v])
+                    return new, scores.gradient(p, t, dp, delta).astype(q_ref.dtype)
+
+                return mma.scoped(body, narrow, narrow, *(() if first else (wide,)))
+
+            zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
+            carry = advance(jnp.int32(0), (zeros, None), first=True)
+            dq, ds = lax.fori_loop(1, count, advance, carry)
+            slot = k_slot(step + count - 1)
+
+            def last(dq_acc):
+                mma.start_from(dq_acc, dq)
+                mma.multiply(dq_acc, ds, mem.k_smem.at[slot])
+                return mma.result(dq_acc)
+
+            dq = mma.scoped(last, wide)
+            plgpu.barrier_arrive(mem.k_free.at[slot])
+            # The gradient leaves through the memory of Q.
+            q_tile[...] = (dq * scale).astype(dq_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[batch, rows, head])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(mem.q_free.at[wg])
+            return step + count
+
+        lax.fori_loop(0, table_ref[block, 0], tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)

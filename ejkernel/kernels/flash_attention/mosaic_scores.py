@@ -1,0 +1,95 @@
+"""The weights of a tile of scores, and the gradient of those scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel._compat import load_with_layout
+from ejkernel.kernels.flash_attention.mosaic_mask import Band
+
+_LOG2E = math.log2(math.e)
+_VECTORS = (plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0))  # Along the rows, along the columns.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores become weights: scale, cap and masks. `query_axis` says where a tile has its queries."""
+
+    band: Band
+    scale: float
+    soft_cap: float | None
+    segments: tuple[Any, ...]
+    query_axis: int
+
+    def of_queries(self, ref: Any, *, optimized: bool = True) -> jax.Array:
+        """Loads a vector along the queries of a tile; `optimized=False` from global memory."""
+        return load_with_layout(ref, layout=_VECTORS[self.query_axis], optimized=optimized)
+
+    def weights(self, s: jax.Array, lse: jax.Array, batch: Any, col: Any, row: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the weights of a tile from key `col` and query `row` on, and what `gradient` wants to know."""
+        t = s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
+        capped = t if self.soft_cap is None else self.soft_cap * t
+        if self.segments:
+            capped = self._masked(capped, batch, col, row)
+        elif self.band.upper is not None or self.band.lower is not None or self.band.kv_len % s.shape[self._key_axis]:
+            capped = lax.cond(
+                self._cuts(col, row, s.shape), lambda x: self._masked(x, batch, col, row), lambda x: x, capped
+            )
+        factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
+        p = jnp.exp2(capped * factor - lax.broadcast_in_dim(lse, s.shape, [self.query_axis]))
+        return lax.optimization_barrier(p), t
+
+    def gradient(self, p: jax.Array, t: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
+        """Returns the gradient of the scores, still to be scaled."""
+        ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [self.query_axis]))
+        return ds if self.soft_cap is None else ds * (1.0 - t * t)
+
+    @property
+    def _key_axis(self) -> int:
+        return 1 - self.query_axis
+
+    def _masked(self, s: jax.Array, batch: Any, col: Any, row: Any) -> jax.Array:
+        columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+        rows = plgpu.broadcasted_iota(jnp.int32, s.shape[:1], 0, layout=_VECTORS[0])
+        # Bounds of the columns are vectors along the rows, two registers a thread: a matrix of differences is not.
+        rows = rows + (col - row if self.query_axis else row - col)
+        for offset, is_upper in ((self.band.upper, True), (self.band.lower, False)):
+            if offset is not None:
+                bound = lax.broadcast_in_dim(rows - offset if self.query_axis else rows + offset, s.shape, [0])
+                s = jnp.where(columns <= bound if is_upper != bool(self.query_axis) else columns >= bound, s, -jnp.inf)
+        if self.band.kv_len % s.shape[self._key_axis]:
+            # Keys past the end are zeros, but their weights may be infinite.
+            keys = lax.broadcast_in_dim(rows + row, s.shape, [0]) if self.query_axis else columns + col
+            s = jnp.where(keys < self.band.kv_len, s, -jnp.inf)
+        if self.segments:
+            q_ids = self.of_queries(self.segments[0].at[batch, pl.ds(row, s.shape[self.query_axis])], optimized=False)
+            kv_ids = load_with_layout(
+                self.segments[1].at[batch, pl.ds(col, s.shape[self._key_axis])],
+                layout=_VECTORS[self._key_axis],
+                optimized=False,
+            )
+            same = lax.broadcast_in_dim(q_ids, s.shape, [self.query_axis]) == lax.broadcast_in_dim(
+                kv_ids, s.shape, [self._key_axis]
+            )
+            s = jnp.where(same, s, -jnp.inf)
+        return s
+
+    def _cuts(self, col: Any, row: Any, shape: tuple[int, ...]) -> Any:
+        """Says whether an edge of the band, or the end of the keys, runs through the tile."""
+        keys, queries = shape[self._key_axis], shape[self.query_axis]
+        cut = jnp.bool_(False)
+        if self.band.upper is not None:
+            cut = cut | (col + (keys - 1) - row > self.band.upper)
+        if self.band.lower is not None:
+            cut = cut | (col - row - (queries - 1) < self.band.lower)
+        if self.band.kv_len % keys:
+            cut = cut | (col + keys > self.band.kv_len)
+        return cut

@@ -1,0 +1,65 @@
+"""Where a block of the backward kernel is: its tiles of keys, and the queries it runs over for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_mask import Band
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of keys of one key head; `count` blocks of queries, from `start` on, see it in each of `group` heads."""
+
+    batch: Any
+    kv_head: Any
+    col: Any
+    start: Any
+    count: Any
+    block_q: int
+    group: int
+
+    @property
+    def steps(self) -> Any:
+        return self.group * self.count
+
+    def place(self, n: Any) -> tuple[Any, Any]:
+        """Returns the query head and the first query of step `n`."""
+        return (
+            self.kv_head * self.group + lax.div(n, self.count),
+            (self.start + lax.rem(n, self.count)) * self.block_q,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Walk:
+    """The tiles of the running block, as the table has them."""
+
+    table: Any
+    band: Band
+    cfg: MosaicBwdConfig
+    kv_heads: int
+    group: int
+
+    @property
+    def tiles(self) -> Any:
+        return self.table[lax.axis_index("block"), 0]
+
+    def tile(self, i: Any) -> Tile:
+        number = self.table[lax.axis_index("block"), i + 1]
+        per_head = jnp.int32(-(-self.band.kv_len // self.cfg.block_kv))
+        head, col = lax.div(number, per_head), lax.rem(number, per_head) * self.cfg.block_kv
+        start, end = self.band.query_blocks(col, self.cfg.block_kv, self.cfg.block_q)
+        heads = jnp.int32(self.kv_heads)
+        return Tile(
+            lax.div(head, heads), lax.rem(head, heads), col, start, end - start, self.cfg.block_q, self.group
+        )
+
+    def slot(self, step: Any) -> Any:
+        """Returns which of the `stages` slots holds the queries of `step`."""
+        return lax.rem(step, jnp.int32(self.cfg.stages))
