@@ -34,6 +34,7 @@ class MosaicFwdConfig:
       ping_pong: Whether warpgroups take turns at the matrix units, so that one's softmax runs under another's products.
       share_qo: Whether the output leaves through the memory of Q, which makes room for larger tiles but holds up the
         next tile's Q until the store has read it.
+      cluster: Blocks, of neighbouring tiles, that load K and V together.
     """
 
     consumers: int = 2
@@ -43,6 +44,7 @@ class MosaicFwdConfig:
     head_group: int = 0
     ping_pong: bool = True
     share_qo: bool = False
+    cluster: int = 1
 
     @property
     def block_q(self) -> int:
@@ -125,6 +127,8 @@ class MosaicBwdConfig:
       dq_block_kv: Keys in one step of that second kernel, which has 64 queries a consumer.
       dq_k_stages: Tiles of K it has in flight.
       dq_v_stages: Tiles of V it has in flight; one is enough, V is done with early in a step.
+      dq_cluster: Blocks of it that load K and V together.
+      cluster: Blocks, of neighbouring tiles, that load Q and dO together.
     """
 
     consumers: int = 2
@@ -135,6 +139,8 @@ class MosaicBwdConfig:
     dq_block_kv: int = 64
     dq_k_stages: int = 2
     dq_v_stages: int = 1
+    dq_cluster: int = 1
+    cluster: int = 1
     schedule: Schedule = "persistent"
     head_group: int = 0
 

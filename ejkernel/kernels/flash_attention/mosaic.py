@@ -19,6 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward
+from ejkernel.kernels.flash_attention.mosaic_cluster import (
+    cluster_options,
+    place_in_cluster,
+    shared_barrier,
+    shared_load,
+)
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
@@ -59,8 +65,8 @@ def flash_attention_forward(
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     table = tile_table(
         heads=batch * heads,
-        steps=band.steps(cfg.block_q, cfg.block_kv),
-        blocks=_SMS,
+        steps=band.steps(cfg.block_q * cfg.cluster, cfg.block_kv),
+        blocks=_SMS // cfg.cluster,
         head_group=cfg.head_group or _head_group(k, heads // kv_heads, band),
         persistent=cfg.schedule == "persistent",
     )
@@ -76,11 +82,11 @@ def flash_attention_forward(
     segments = ()
     if q_segment_ids is not None and kv_segment_ids is not None:
         segments = (
-            padded(q_segment_ids.astype(jnp.int32), cfg.block_q, -1),
+            padded(q_segment_ids.astype(jnp.int32), cfg.block_q * cfg.cluster, -1),
             padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv, -2),
         )
     # Rows of log-sum-exp are copied without a check of bounds: there must be whole blocks of them.
-    lse_shape = (batch, heads, q_len + -q_len % cfg.block_q)
+    lse_shape = (batch, heads, q_len + -q_len % (cfg.block_q * cfg.cluster))
     q_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
     kv_tile = (cfg.stages, cfg.block_kv, head_dim)
     scratch: dict[str, Any] = {
@@ -93,8 +99,8 @@ def flash_attention_forward(
         "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
         "k_full": plgpu.Barrier(num_barriers=cfg.stages),
         "v_full": plgpu.Barrier(num_barriers=cfg.stages),
-        "k_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
-        "v_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+        "k_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
+        "v_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "turn": plgpu.Barrier(num_barriers=cfg.consumers),
     }
     out, lse = plgpu.kernel(
@@ -102,6 +108,7 @@ def flash_attention_forward(
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
         grid=(table.shape[0],),
         grid_names=("block",),
+        **cluster_options(cfg.cluster),
         num_threads=cfg.consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
@@ -161,15 +168,17 @@ def _kernel(
     wg = lax.axis_index("warpgroup")
     tiles = table_ref[block, 0]
     heads, head_dim = q_ref.shape[2], q_ref.shape[3]
-    rows_per_head = -(-band.q_len // cfg.block_q)
+    block_q = cfg.block_q * cfg.cluster
+    rows_per_head = -(-band.q_len // block_q)
     block_kv, stages = cfg.block_kv, cfg.stages
 
     def decode(i):
         """Returns batch, head, first query row, first and last key block of the block's tile `i`."""
         tile = table_ref[block, i + 1]
         flat = lax.div(tile, jnp.int32(rows_per_head))
-        row = lax.rem(tile, jnp.int32(rows_per_head)) * cfg.block_q
-        start, end = band.blocks(row, cfg.block_q, block_kv)
+        row = lax.rem(tile, jnp.int32(rows_per_head)) * block_q
+        start, end = band.blocks(row, block_q, block_kv)
+        row = row + place_in_cluster(cfg.cluster) * cfg.block_q
         return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end
 
     def slot_of(step):
@@ -183,7 +192,7 @@ def _kernel(
             slot = slot_of(step)
             plgpu.barrier_wait(free.at[slot])
             rows = pl.ds(kv_block * block_kv, block_kv)
-            plgpu.copy_gmem_to_smem(ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+            shared_load(cfg.cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
 
         def tile(i, step):
             batch, head, row, start, end = decode(i)
@@ -297,7 +306,7 @@ def _kernel(
 
             banded = band.lower is not None or band.upper is not None
             needs_mask = banded or band.kv_len % block_kv != 0 or bool(segment_refs)
-            uneven = banded and cfg.consumers > 1
+            uneven = banded and cfg.consumers * cfg.cluster > 1
             if uneven:
                 lax.fori_loop(0, skip, drain, None)
 

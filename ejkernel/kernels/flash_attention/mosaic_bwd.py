@@ -23,6 +23,7 @@ from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_keys
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig, default_backward
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
+from ejkernel.kernels.flash_attention.mosaic_cluster import cluster_options, shared_barrier, shared_load
 from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
@@ -60,12 +61,13 @@ def flash_attention_backward(
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    whole = cfg.dq_block_q * cfg.dq_cluster
     # Queries past the end get a log-sum-exp of +inf, so that their weights are zero.
-    lse, delta = padded(lse, cfg.dq_block_q, math.inf), padded(delta, cfg.dq_block_q, 0.0)
+    lse, delta = padded(lse, whole, math.inf), padded(delta, whole, 0.0)
     table = tile_table(
         heads=batch * kv_heads,
-        steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv)),
-        blocks=_SMS,
+        steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv * cfg.cluster)),
+        blocks=_SMS // cfg.cluster,
         head_group=cfg.head_group
         or max(_L2_BUDGET_BYTES // (group * q_len * head_dim * (2 * q.dtype.itemsize + 4)), 1),
         persistent=cfg.schedule == "persistent",
@@ -73,8 +75,8 @@ def flash_attention_backward(
     segments = ()
     if q_segment_ids is not None and kv_segment_ids is not None:
         segments = (
-            padded(q_segment_ids.astype(jnp.int32), cfg.dq_block_q, -1),
-            padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv, -2),
+            padded(q_segment_ids.astype(jnp.int32), whole, -1),
+            padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv * cfg.cluster, -2),
         )
     # dQ is shared out among the warpgroups by query rows where there are enough of them, else by columns.
     dq_cols = head_dim if cfg.block_q > WGMMA_ROWS else head_dim // cfg.consumers
@@ -112,8 +114,8 @@ def flash_attention_backward(
         "kv_free": plgpu.Barrier(num_arrivals=cfg.consumers),
         "q_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
         "do_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
-        "q_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
-        "do_free": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=cfg.consumers),
+        "q_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
+        "do_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "ds_full": plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
         "ds_free": plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
         "tile_done": plgpu.Barrier(num_arrivals=cfg.consumers),
@@ -123,6 +125,7 @@ def flash_attention_backward(
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         grid=(table.shape[0],),
         grid_names=("block",),
+        **cluster_options(cfg.cluster),
         num_threads=cfg.consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
@@ -184,10 +187,10 @@ def _kernel(
                 head, row = at.place(n)
                 rows = pl.ds(row, cfg.block_q)
                 plgpu.barrier_wait(mem.q_free.at[slot])
-                plgpu.copy_gmem_to_smem(q_ref.at[at.batch, rows, head], mem.q_smem.at[slot], mem.q_full.at[slot])
+                shared_load(cfg.cluster, q_ref.at[at.batch, rows, head], mem.q_smem.at[slot], mem.q_full.at[slot])
                 plgpu.copy_gmem_to_smem(lse_ref.at[at.batch, head, rows], mem.lse_smem.at[slot], mem.q_full.at[slot])
                 plgpu.barrier_wait(mem.do_free.at[slot])
-                plgpu.copy_gmem_to_smem(do_ref.at[at.batch, rows, head], mem.do_smem.at[slot], mem.do_full.at[slot])
+                shared_load(cfg.cluster, do_ref.at[at.batch, rows, head], mem.do_smem.at[slot], mem.do_full.at[slot])
                 plgpu.copy_gmem_to_smem(
                     delta_ref.at[at.batch, head, rows], mem.delta_smem.at[slot], mem.do_full.at[slot]
                 )
@@ -210,11 +213,8 @@ def _kernel(
         for slot in range(cfg.stages):
             plgpu.barrier_arrive(mem.q_free.at[slot])
             plgpu.barrier_arrive(mem.do_free.at[slot])
-        for buffer in range(2):
-            plgpu.barrier_arrive(mem.ds_free.at[buffer])
-        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=1)
+        ragged = band.kv_len % (cfg.block_kv * cfg.cluster) != 0
+        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=1, ragged=ragged)
         consume = mosaic_bwd_keys.consume if cfg.split == "keys" else mosaic_bwd_columns.consume
         consume(walk, scores, mma, total, cfg, mem, dq_ref, dk_ref, dv_ref)
-        for buffer in range(2):
-            plgpu.barrier_wait(mem.ds_free.at[buffer])
         plgpu.wait_smem_to_gmem(0)

@@ -73,8 +73,8 @@ def consume(
                 p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.batch, at.col, row)
                 # Waiting here also keeps ptxas from moving the wait for the product up, over the exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])
-                ds = scores.gradient(p, t, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot, own_queries]))
                 store_columns(mem.p_smem.at[buffer], wg, p.astype(dtype), interpret=mma.interpret)
+                ds = scores.gradient(p, t, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot, own_queries]))
                 store_columns(mem.ds_smem.at[buffer, 0], wg, ds.astype(dtype), interpret=mma.interpret)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mem.ds_full.at[buffer])
@@ -126,4 +126,8 @@ def consume(
         plgpu.barrier_arrive(mem.kv_free)
         return step + at.steps
 
+    for buffer in range(2):
+        plgpu.barrier_arrive(mem.ds_free.at[buffer])
     lax.fori_loop(0, walk.tiles, tile, jnp.int32(0))
+    for buffer in range(2):
+        plgpu.barrier_wait(mem.ds_free.at[buffer])

@@ -1,8 +1,7 @@
 """Consumers of the backward kernel that share out a tile by keys: 64 each, with all columns of their dK and dV.
 
 Weights and their gradient are then left operands of dV and dK straight from registers. Only dQ wants the gradient of
-all keys: it goes through shared memory, and dQ of a step is computed in the next one, when it has arrived there. So no
-warpgroup waits for another inside a step.
+all keys: it goes through shared memory, and each warpgroup computes its share of dQ and adds it to the sum.
 """
 
 from __future__ import annotations
@@ -45,87 +44,59 @@ def consume(
             plgpu.barrier_wait(mem.k_full.at[c])
             plgpu.barrier_wait(mem.v_full.at[c])
 
-        def buffer_of(n):
-            return lax.rem(step + n, jnp.int32(2))
-
-        def weights(n, first):
-            """Returns the weights of step `n` and the gradient of its scores."""
-            slot = walk.slot(step + n)
-            _, row = at.place(n)
+        def advance(n, carry):
+            dk, dv = carry
+            slot, buffer = walk.slot(step + n), lax.rem(step + n, jnp.int32(2))
+            head, row = at.place(n)
+            q_tile, do_tile = mem.q_smem.at[slot], mem.do_smem.at[slot]
             plgpu.barrier_wait(mem.q_full.at[slot])
 
-            def body(s_acc, dp_acc):
-                mma.multiply(s_acc, k_tile, mem.q_smem.at[slot], b_t=True)
+            # Accumulators are opened as late as possible: each holds its registers from there on.
+            def weights(s_acc, dp_acc):
+                """Returns the weights and the gradient of the scores."""
+                mma.multiply(s_acc, k_tile, q_tile, b_t=True)
                 plgpu.barrier_wait(mem.do_full.at[slot])
-                mma.multiply(dp_acc, v_tile, mem.do_smem.at[slot], b_t=True)
+                mma.multiply(dp_acc, v_tile, do_tile, b_t=True)
                 s = mma.result(s_acc, in_flight=1)
                 p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot]), at.batch, own_col, row)
-                # Waiting here also keeps ptxas from moving the wait for the product up, over the exponentials.
-                if not first:
-                    plgpu.barrier_wait(mem.ds_full.at[buffer_of(n - 1)])
                 ds = scores.gradient(p, t, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot]))
                 return p.astype(dtype), ds.astype(dtype)
 
-            return mma.scoped(body, scores_shape, scores_shape)
+            p, ds = mma.scoped(weights, scores_shape, scores_shape)
 
-        def multiply_dq(acc, n):
-            buffer = buffer_of(n)
-            for c in range(cfg.consumers):
-                if total.cols == head_dim:
-                    rows = pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
-                    mma.multiply(acc, mem.ds_smem.at[buffer, c, :, rows], mem.k_smem.at[c], a_t=True)
-                else:
-                    cols = pl.ds(wg * total.cols, total.cols)
-                    mma.multiply(acc, mem.ds_smem.at[buffer, c], mem.k_smem.at[c, :, cols], a_t=True)
-
-        def add_dq(acc, n, in_flight):
-            dq = mma.result(acc, in_flight=in_flight)
-            plgpu.barrier_arrive(mem.ds_free.at[buffer_of(n)])
-            head, row = at.place(n)
-            staging = None if mem.dq_smem is None else mem.dq_smem.at[wg]
-            total.add(total.piece(dq_ref, at.batch, head, row, wg), dq, staging)
-
-        def advance(n, carry, first=False):
-            dk, dv = carry
-            slot, buffer = walk.slot(step + n), buffer_of(n)
-            p, ds = weights(n, first)
-
-            # Accumulators are opened as late as possible: each holds its registers from there on.
-            def gradients(dv_acc, dq_acc=None):
-                if not first:
-                    multiply_dq(dq_acc, n - 1)
+            def gradients(dv_acc, dq_acc):
                 mma.start_from(dv_acc, dv)
-                mma.multiply(dv_acc, p, mem.do_smem.at[slot])
+                mma.multiply(dv_acc, p, do_tile)
+                mem.ds_smem.at[buffer, wg][...] = ds
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(mem.ds_full.at[buffer])
+                plgpu.barrier_wait(mem.ds_full.at[buffer])
+                for c in range(cfg.consumers):
+                    if total.cols == head_dim:
+                        rows = pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
+                        mma.multiply(dq_acc, mem.ds_smem.at[buffer, c, :, rows], mem.k_smem.at[c], a_t=True)
+                    else:
+                        cols = pl.ds(wg * total.cols, total.cols)
+                        mma.multiply(dq_acc, mem.ds_smem.at[buffer, c], mem.k_smem.at[c, :, cols], a_t=True)
 
                 def rest(dk_acc):
                     mma.start_from(dk_acc, dk)
-                    mma.multiply(dk_acc, ds, mem.q_smem.at[slot])
-                    plgpu.barrier_wait(mem.ds_free.at[buffer])
-                    mem.ds_smem.at[buffer, wg][...] = ds
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(mem.ds_full.at[buffer])
-                    if not first:
-                        add_dq(dq_acc, n - 1, 2)
-                    dv_new = mma.result(dv_acc, in_flight=1)
+                    mma.multiply(dk_acc, ds, q_tile)
+                    dq = mma.result(dq_acc, in_flight=1)
                     plgpu.barrier_arrive(mem.do_free.at[slot])
+                    staging = None if mem.dq_smem is None else mem.dq_smem.at[wg]
+                    total.add(total.piece(dq_ref, at.batch, head, row, wg), dq, staging)
                     dk_new = mma.result(dk_acc)
                     plgpu.barrier_arrive(mem.q_free.at[slot])
-                    return dk_new, dv_new
+                    return dk_new
 
-                return mma.scoped(rest, wide)
+                dk_new = mma.scoped(rest, wide)
+                return dk_new, mma.result(dv_acc)
 
-            return mma.scoped(gradients, wide, *(() if first else ((WGMMA_ROWS, total.cols),)))
+            return mma.scoped(gradients, wide, (WGMMA_ROWS, total.cols))
 
         zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
-        carry = advance(jnp.int32(0), (zeros, zeros), first=True)
-        dk, dv = lax.fori_loop(1, at.steps, advance, carry)
-
-        def last(dq_acc):
-            plgpu.barrier_wait(mem.ds_full.at[buffer_of(at.steps - 1)])
-            multiply_dq(dq_acc, at.steps - 1)
-            add_dq(dq_acc, at.steps - 1, 0)
-
-        mma.scoped(last, (WGMMA_ROWS, total.cols))
+        dk, dv = lax.fori_loop(0, at.steps, advance, (zeros, zeros))
         # The gradients leave through the memory of K and V; the others may still be reading K.
         plgpu.barrier_arrive(mem.tile_done)
         v_tile[...] = dv.astype(dtype)

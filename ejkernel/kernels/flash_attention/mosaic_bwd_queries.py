@@ -1,8 +1,8 @@
 """The backward kernel's second half where dQ does not fit into the first: a kernel that computes dQ alone.
 
 It computes scores and their gradient again, 64 queries a warpgroup, and runs over the keys as the forward kernel does:
-dQ stays in registers, and nothing is added up in memory. A step issues its scores, then dQ of the step before, then
-the gradient of its weights, so that the exponentials run under two products.
+dQ stays in registers, and nothing is added up in memory. Warpgroups do not wait for each other: the exponentials of
+one run under the products of another. Pairs of blocks may share the loads of K and V.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_cluster import (
+    cluster_options,
+    place_in_cluster,
+    shared_barrier,
+    shared_load,
+)
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
@@ -47,8 +53,8 @@ def query_gradient(
     batch, _, heads, head_dim = q.shape
     table = tile_table(
         heads=batch * heads,
-        steps=band.steps(cfg.dq_block_q, cfg.dq_block_kv),
-        blocks=blocks,
+        steps=band.steps(cfg.dq_block_q * cfg.dq_cluster, cfg.dq_block_kv),
+        blocks=blocks // cfg.dq_cluster,
         head_group=cfg.head_group or _HEAD_GROUP,
         persistent=cfg.schedule == "persistent",
     )
@@ -61,6 +67,7 @@ def query_gradient(
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(table.shape[0],),
         grid_names=("block",),
+        **cluster_options(cfg.dq_cluster),
         num_threads=cfg.consumers + 1,
         thread_name="warpgroup",
         scratch_types={
@@ -72,9 +79,9 @@ def query_gradient(
             "do_full": plgpu.Barrier(num_barriers=cfg.consumers),
             "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
             "k_full": plgpu.Barrier(num_barriers=cfg.dq_k_stages),
-            "k_free": plgpu.Barrier(num_barriers=cfg.dq_k_stages, num_arrivals=cfg.consumers),
+            "k_free": shared_barrier(cfg.dq_cluster, cfg.dq_k_stages, cfg.consumers),
             "v_full": plgpu.Barrier(num_barriers=cfg.dq_v_stages),
-            "v_free": plgpu.Barrier(num_barriers=cfg.dq_v_stages, num_arrivals=cfg.consumers),
+            "v_free": shared_barrier(cfg.dq_cluster, cfg.dq_v_stages, cfg.consumers),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -106,15 +113,17 @@ def _kernel(
     mem = types.SimpleNamespace(**scratch)
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
     heads, head_dim = q_ref.shape[2], q_ref.shape[3]
-    rows_per_head = -(-band.q_len // cfg.dq_block_q)
+    block_q = cfg.dq_block_q * cfg.dq_cluster
+    rows_per_head = -(-band.q_len // block_q)
     block_kv = cfg.dq_block_kv
 
     def decode(i):
         """Returns batch, head, first query, first key block and number of key blocks of the block's tile `i`."""
         tile = table_ref[block, i + 1]
         flat = lax.div(tile, jnp.int32(rows_per_head))
-        row = lax.rem(tile, jnp.int32(rows_per_head)) * cfg.dq_block_q
-        start, end = band.blocks(row, cfg.dq_block_q, block_kv)
+        row = lax.rem(tile, jnp.int32(rows_per_head)) * block_q
+        start, end = band.blocks(row, block_q, block_kv)
+        row = row + place_in_cluster(cfg.dq_cluster) * cfg.dq_block_q
         return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end - start
 
     def k_slot(step):
@@ -134,7 +143,7 @@ def _kernel(
             def load(ref, smem, full, free, slot, n):
                 plgpu.barrier_wait(free.at[slot])
                 rows = pl.ds((start + n) * block_kv, block_kv)
-                plgpu.copy_gmem_to_smem(ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+                shared_load(cfg.dq_cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
 
             def load_both(n, _):
                 load(k_ref, mem.k_smem, mem.k_full, mem.k_free, k_slot(step + n), n)
@@ -161,7 +170,7 @@ def _kernel(
         for free in (mem.k_free, mem.v_free):
             for slot in range(free.shape[0]):
                 plgpu.barrier_arrive(free.at[slot])
-        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0)
+        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0, ragged=band.kv_len % block_kv != 0)
         q_tile, do_tile = mem.q_smem.at[wg], mem.do_smem.at[wg]
         narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim)
 
@@ -174,41 +183,33 @@ def _kernel(
             plgpu.barrier_wait(mem.q_full.at[wg])
             plgpu.barrier_wait(mem.do_full.at[wg])
 
-            def advance(n, carry, first=False):
-                dq, ds = carry
+            def advance(n, dq):
                 k, v = k_slot(step + n), v_slot(step + n)
                 plgpu.barrier_wait(mem.k_full.at[k])
 
-                def body(s_acc, dp_acc, dq_acc=None):
+                def gradient(s_acc, dp_acc):
                     mma.multiply(s_acc, q_tile, mem.k_smem.at[k], b_t=True)
-                    if not first:
-                        mma.start_from(dq_acc, dq)
-                        mma.multiply(dq_acc, ds, mem.k_smem.at[k_slot(step + n - 1)])
                     plgpu.barrier_wait(mem.v_full.at[v])
                     mma.multiply(dp_acc, do_tile, mem.v_smem.at[v], b_t=True)
-                    s = mma.result(s_acc, in_flight=1 if first else 2)
+                    s = mma.result(s_acc, in_flight=1)
                     p, t = scores.weights(s, lse, batch, (start + n) * block_kv, row)
-                    new = dq if first else mma.result(dq_acc, in_flight=1)
-                    if not first:
-                        plgpu.barrier_arrive(mem.k_free.at[k_slot(step + n - 1)])
                     dp = mma.result(dp_acc)
                     plgpu.barrier_arrive(mem.v_free.at[v])
-                    return new, scores.gradient(p, t, dp, delta).astype(q_ref.dtype)
+                    return scores.gradient(p, t, dp, delta).astype(q_ref.dtype)
 
-                return mma.scoped(body, narrow, narrow, *(() if first else (wide,)))
+                ds = mma.scoped(gradient, narrow, narrow)
+
+                def add(dq_acc):
+                    mma.start_from(dq_acc, dq)
+                    mma.multiply(dq_acc, ds, mem.k_smem.at[k])
+                    return mma.result(dq_acc)
+
+                dq = mma.scoped(add, wide)
+                plgpu.barrier_arrive(mem.k_free.at[k])
+                return dq
 
             zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
-            carry = advance(jnp.int32(0), (zeros, None), first=True)
-            dq, ds = lax.fori_loop(1, count, advance, carry)
-            slot = k_slot(step + count - 1)
-
-            def last(dq_acc):
-                mma.start_from(dq_acc, dq)
-                mma.multiply(dq_acc, ds, mem.k_smem.at[slot])
-                return mma.result(dq_acc)
-
-            dq = mma.scoped(last, wide)
-            plgpu.barrier_arrive(mem.k_free.at[slot])
+            dq = lax.fori_loop(0, count, advance, zeros)
             # The gradient leaves through the memory of Q.
             q_tile[...] = (dq * scale).astype(dq_ref.dtype)
             plgpu.commit_smem()

@@ -21,13 +21,17 @@ _VECTORS = (plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0))  # Along
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """How scores become weights: scale, cap and masks. `query_axis` says where a tile has its queries."""
+    """How scores become weights: scale, cap and masks.
+
+    `query_axis` says where a tile has its queries, `ragged` whether a tile may reach past the last key.
+    """
 
     band: Band
     scale: float
     soft_cap: float | None
     segments: tuple[Any, ...]
     query_axis: int
+    ragged: bool
 
     def of_queries(self, ref: Any, *, optimized: bool = True) -> jax.Array:
         """Loads a vector along the queries of a tile; `optimized=False` from global memory."""
@@ -39,7 +43,7 @@ class Scores:
         capped = t if self.soft_cap is None else self.soft_cap * t
         if self.segments:
             capped = self._masked(capped, batch, col, row)
-        elif self.band.upper is not None or self.band.lower is not None or self.band.kv_len % s.shape[self._key_axis]:
+        elif self.band.upper is not None or self.band.lower is not None or self.ragged:
             capped = lax.cond(
                 self._cuts(col, row, s.shape), lambda x: self._masked(x, batch, col, row), lambda x: x, capped
             )
@@ -65,7 +69,7 @@ class Scores:
             if offset is not None:
                 bound = lax.broadcast_in_dim(rows - offset if self.query_axis else rows + offset, s.shape, [0])
                 s = jnp.where(columns <= bound if is_upper != bool(self.query_axis) else columns >= bound, s, -jnp.inf)
-        if self.band.kv_len % s.shape[self._key_axis]:
+        if self.ragged:
             # Keys past the end are zeros, but their weights may be infinite.
             keys = lax.broadcast_in_dim(rows + row, s.shape, [0]) if self.query_axis else columns + col
             s = jnp.where(keys < self.band.kv_len, s, -jnp.inf)
@@ -90,6 +94,6 @@ class Scores:
             cut = cut | (col + (keys - 1) - row > self.band.upper)
         if self.band.lower is not None:
             cut = cut | (col - row - (queries - 1) < self.band.lower)
-        if self.band.kv_len % keys:
+        if self.ragged:
             cut = cut | (col + keys > self.band.kv_len)
         return cut

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 
 
@@ -52,9 +53,11 @@ class Walk:
 
     def tile(self, i: Any) -> Tile:
         number = self.table[lax.axis_index("block"), i + 1]
-        per_head = jnp.int32(-(-self.band.kv_len // self.cfg.block_kv))
-        head, col = lax.div(number, per_head), lax.rem(number, per_head) * self.cfg.block_kv
-        start, end = self.band.query_blocks(col, self.cfg.block_kv, self.cfg.block_q)
+        keys = self.cfg.block_kv * self.cfg.cluster
+        per_head = jnp.int32(-(-self.band.kv_len // keys))
+        head, col = lax.div(number, per_head), lax.rem(number, per_head) * keys
+        start, end = self.band.query_blocks(col, keys, self.cfg.block_q)
+        col = col + place_in_cluster(self.cfg.cluster) * self.cfg.block_kv
         heads = jnp.int32(self.kv_heads)
         return Tile(
             lax.div(head, heads), lax.rem(head, heads), col, start, end - start, self.cfg.block_q, self.group
