@@ -145,9 +145,7 @@ def forward_candidates(row: Row, sweep: bool) -> dict[str, Callable]:
     if sweep:
         picked = {describe(cfg): cfg for cfg in configs.forward_space(row.dim)}
     else:
-        picked = {"ours": first, "ours, other turns": dataclasses.replace(first, ping_pong=not first.ping_pong)}
-        if row.dim == 128:
-            picked["ours, 8 heads, no turns"] = dataclasses.replace(first, ping_pong=False, head_group=8)
+        picked = {"ours": first, "ours, other clusters": dataclasses.replace(first, cluster=3 - first.cluster)}
     return {"cuDNN": functools.partial(cudnn, row)} | {
         name: functools.partial(ours, row, cfg) for name, cfg in picked.items()
     }
@@ -157,8 +155,9 @@ def gradient_candidates(row: Row, sweep: bool) -> dict[str, Callable]:
     calls: dict[str, Callable] = {"cuDNN": functools.partial(cudnn_gradients, row)}
     if mosaic_support.unsupported_backward(row.dim) is not None:
         return calls
-    forward, first = configs.default_forward(row.dim, full=not row.causal), configs.default_backward(row.dim)
-    picked = {"ours": first, "ours, grid": dataclasses.replace(first, schedule="grid")}
+    forward = configs.default_forward(row.dim, full=not row.causal)
+    first = configs.default_backward(row.dim, full=not row.causal)
+    picked = {"ours": first, "ours, other clusters": dataclasses.replace(first, cluster=3 - first.cluster)}
     if sweep:
         picked = {describe(cfg): cfg for cfg in configs.backward_space(row.dim)}
     return calls | {name: functools.partial(our_gradients, row, forward, cfg) for name, cfg in picked.items()}

@@ -16,7 +16,7 @@ _BARRIER_BYTES = 1_024  # All mbarriers of a block, with the alignment padding a
 Schedule = Literal["persistent", "grid"]
 DqWay = Literal["bulk", "registers", "kernel"]
 Split = Literal["keys", "columns"]
-_SCHEDULES: tuple[Schedule, ...] = ("persistent", "grid")
+_LAUNCHES: tuple[tuple[Schedule, int], ...] = (("persistent", 1), ("persistent", 2), ("grid", 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,8 @@ class MosaicFwdConfig:
             return f"block_kv must be 64, 128, 192 or 256, got {self.block_kv}"
         if self.stages < 2:
             return f"stages must be at least 2, got {self.stages}"
+        if self.cluster not in (1, 2):
+            return f"cluster must be 1 or 2, got {self.cluster}"
         if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
             return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
         if (live := self.live_registers(head_dim)) > self.consumer_registers:
@@ -86,8 +88,8 @@ class MosaicFwdConfig:
 
 def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
     """Yields the forward configs that fit the chip at `head_dim`."""
-    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False), _SCHEDULES)
-    for consumers, block_kv, stages, share_qo, ping_pong, schedule in axes:
+    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False), _LAUNCHES)
+    for consumers, block_kv, stages, share_qo, ping_pong, (schedule, cluster) in axes:
         cfg = MosaicFwdConfig(
             consumers=consumers,
             block_kv=block_kv,
@@ -95,6 +97,7 @@ def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
             share_qo=share_qo,
             ping_pong=ping_pong,
             schedule=schedule,
+            cluster=cluster,
         )
         # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise.
         needless = share_qo and dataclasses.replace(cfg, share_qo=False).unfit(head_dim) is None
@@ -107,7 +110,7 @@ def default_forward(head_dim: int, *, full: bool = False) -> MosaicFwdConfig:
     if head_dim <= 64:
         return MosaicFwdConfig(consumers=3, block_kv=128, stages=3)
     if head_dim <= 128:
-        return MosaicFwdConfig(consumers=2, block_kv=128, stages=2, ping_pong=not full)
+        return MosaicFwdConfig(consumers=2, block_kv=128, stages=2, ping_pong=not full, cluster=2 if full else 1)
     return MosaicFwdConfig(consumers=2, block_kv=64, stages=2, share_qo=True, ping_pong=False)
 
 
@@ -197,6 +200,8 @@ class MosaicBwdConfig:
             return f"a split by {self.split} cannot have its dQ from {self.dq}"
         if self.stages < 2:
             return f"stages must be at least 2, got {self.stages}"
+        if self.cluster not in (1, 2):
+            return f"cluster must be 1 or 2, got {self.cluster}"
         if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
             return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
         if (live := self.live_registers(head_dim)) > self.consumer_registers:
@@ -206,8 +211,8 @@ class MosaicBwdConfig:
         return None
 
     def _dq_unfit(self, head_dim: int) -> str | None:
-        if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64:
-            return "the kernel for dQ wants two tiles of K, one of V, and a multiple of 64 keys"
+        if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64 or self.dq_cluster not in (1, 2):
+            return "the kernel for dQ wants two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
         if (smem := self.dq_smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
             return f"needs {smem} bytes of shared memory for dQ, the chip has {SMEM_LIMIT_BYTES}"
         if (live := self.dq_live_registers(head_dim)) > self.consumer_registers:
@@ -218,20 +223,26 @@ class MosaicBwdConfig:
 def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
     """Yields the backward configs that fit the chip at `head_dim`."""
     ways: tuple[tuple[Split, DqWay], ...] = (("keys", "bulk"), ("keys", "registers"), ("columns", "kernel"))
-    axes = itertools.product((2, 3), ways, (False, True), (2, 3), _SCHEDULES)
-    for consumers, (split, dq), per_consumer, stages, schedule in axes:
+    axes = itertools.product((2, 3), ways, (False, True), (2, 3), _LAUNCHES)
+    for consumers, (split, dq), per_consumer, stages, (schedule, cluster) in axes:
         block_q = consumers * WGMMA_ROWS if per_consumer else WGMMA_ROWS
         cfg = MosaicBwdConfig(
-            consumers=consumers, split=split, block_q=block_q, stages=stages, dq=dq, schedule=schedule
+            consumers=consumers,
+            split=split,
+            block_q=block_q,
+            stages=stages,
+            dq=dq,
+            schedule=schedule,
+            cluster=cluster,
         )
         if cfg.unfit(head_dim) is None:
             yield cfg
 
 
-def default_backward(head_dim: int) -> MosaicBwdConfig:
-    """Returns the config to use untuned."""
+def default_backward(head_dim: int, *, full: bool = False) -> MosaicBwdConfig:
+    """Returns the config to use untuned; `full` says that every query sees every key."""
     if head_dim <= 64:
         return MosaicBwdConfig(block_q=128, dq="registers")
     if head_dim <= 128:
-        return MosaicBwdConfig(block_q=64, dq="bulk")
+        return MosaicBwdConfig(block_q=64, dq="registers", cluster=2 if full else 1)
     return MosaicBwdConfig(split="columns", block_q=64, dq="kernel")

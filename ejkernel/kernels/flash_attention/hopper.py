@@ -52,9 +52,9 @@ def forward_configs(head_dim: int, *, full: bool) -> list[MosaicFwdConfig]:
     return list(dict.fromkeys([default_forward(head_dim, full=full), *forward_space(head_dim)]))
 
 
-def backward_configs(head_dim: int) -> list[MosaicBwdConfig]:
+def backward_configs(head_dim: int, *, full: bool) -> list[MosaicBwdConfig]:
     """The guess, then the others."""
-    return list(dict.fromkeys([default_backward(head_dim), *backward_space(head_dim)]))
+    return list(dict.fromkeys([default_backward(head_dim, full=full), *backward_space(head_dim)]))
 
 
 def forward(

@@ -57,7 +57,8 @@ def flash_attention_backward(
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
     group = heads // kv_heads
-    cfg = cfg or default_backward(head_dim)
+    # The interpreter has no reductions: there one block at a time may run.
+    cfg = cfg or default_backward(head_dim, full=lower is None and upper is None and not interpret)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -76,11 +77,12 @@ def flash_attention_backward(
     if q_segment_ids is not None and kv_segment_ids is not None:
         segments = (
             padded(q_segment_ids.astype(jnp.int32), whole, -1),
-            padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv * cfg.cluster, -2),
+            padded(kv_segment_ids.astype(jnp.int32), math.lcm(cfg.block_kv * cfg.cluster, cfg.dq_block_kv), -2),
         )
     # dQ is shared out among the warpgroups by query rows where there are enough of them, else by columns.
     dq_cols = head_dim if cfg.block_q > WGMMA_ROWS else head_dim // cfg.consumers
-    total, in_place = None, ()
+    total: QueryGradient | None = None
+    in_place: tuple[Any, ...] = ()
     if cfg.dq != "kernel":
         total = QueryGradient(batch, q_len, heads, head_dim, dq_cols, cfg.block_q, cfg.dq == "bulk", bool(interpret))
         in_place = (jax.new_ref(total.zeros()),)
@@ -140,9 +142,7 @@ def flash_attention_backward(
     if total is not None:
         return total.finish(in_place[0][...], factor, q.dtype), dk, dv
     rules = {"band": band, "scale": factor, "soft_cap": soft_cap}
-    dq = query_gradient(
-        q, k, v, dout, lse, delta, segments, **rules, cfg=cfg, blocks=_SMS, interpret=interpret
-    )
+    dq = query_gradient(q, k, v, dout, lse, delta, segments, **rules, cfg=cfg, blocks=_SMS, interpret=interpret)
     return dq, dk, dv
 
 
@@ -164,8 +164,8 @@ def _kernel(
     total: QueryGradient | None,
     **scratch: Any,
 ):
-    *refs, dk_ref, dv_ref = refs
-    dq_ref, segment_refs = (None, refs) if total is None else (refs[0], refs[1:])
+    *others, dk_ref, dv_ref = refs
+    segment_refs = others if total is None else others[1:]
     mem = types.SimpleNamespace(**scratch)
     wg = lax.axis_index("warpgroup")
     walk = Walk(table_ref, band, cfg, k_ref.shape[2], group)
@@ -215,6 +215,8 @@ def _kernel(
             plgpu.barrier_arrive(mem.do_free.at[slot])
         ragged = band.kv_len % (cfg.block_kv * cfg.cluster) != 0
         scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=1, ragged=ragged)
-        consume = mosaic_bwd_keys.consume if cfg.split == "keys" else mosaic_bwd_columns.consume
-        consume(walk, scores, mma, total, cfg, mem, dq_ref, dk_ref, dv_ref)
+        if total is None:
+            mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref)
+        else:
+            mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, total, others[0])
         plgpu.wait_smem_to_gmem(0)

@@ -22,21 +22,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
-from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
 from ejkernel.kernels.flash_attention.mosaic_store import store_columns
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, unhoisted
 
 
 def consume(
     walk: Walk,
     scores: Scores,
     mma: MatrixUnit,
-    total: QueryGradient | None,
     cfg: MosaicBwdConfig,
     mem: Any,
-    dq_ref: Any,
     dk_ref: Any,
     dv_ref: Any,
 ) -> None:
@@ -63,6 +60,7 @@ def consume(
             slot, buffer = walk.slot(step + n), buffer_of(n)
             row = at.place(n)[1] + wg * queries
             plgpu.barrier_wait(mem.q_full.at[slot])
+            k_tile, v_tile = mem.k_smem.at[unhoisted(0, n)], mem.v_smem.at[unhoisted(0, n)]
 
             def body(s_acc, dp_acc):
                 mma.multiply(s_acc, k_tile, mem.q_smem.at[slot, own_queries], b_t=True)
@@ -113,7 +111,7 @@ def consume(
         make_scores(jnp.int32(0), lambda: ())
         carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
         dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
-        # The gradients leave through the memory of K and V: once nobody reads it any more, and once both halves are there.
+        # The gradients leave through the memory of K and V, once nobody reads it and then once both halves are there.
         meet()
         v_tile.at[:, own_cols][...] = dv.astype(dtype)
         k_tile.at[:, own_cols][...] = (dk * scores.scale).astype(dtype)

@@ -17,19 +17,19 @@ from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, unhoisted
 
 
 def consume(
     walk: Walk,
     scores: Scores,
     mma: MatrixUnit,
-    total: QueryGradient,
     cfg: MosaicBwdConfig,
     mem: Any,
-    dq_ref: Any,
     dk_ref: Any,
     dv_ref: Any,
+    total: QueryGradient,
+    dq_ref: Any,
 ) -> None:
     wg = lax.axis_index("warpgroup")
     head_dim, dtype = dk_ref.shape[3], dk_ref.dtype
@@ -49,6 +49,7 @@ def consume(
             slot, buffer = walk.slot(step + n), lax.rem(step + n, jnp.int32(2))
             head, row = at.place(n)
             q_tile, do_tile = mem.q_smem.at[slot], mem.do_smem.at[slot]
+            k_tile, v_tile = mem.k_smem.at[unhoisted(wg, n)], mem.v_smem.at[unhoisted(wg, n)]
             plgpu.barrier_wait(mem.q_full.at[slot])
 
             # Accumulators are opened as late as possible: each holds its registers from there on.
@@ -74,10 +75,14 @@ def consume(
                 for c in range(cfg.consumers):
                     if total.cols == head_dim:
                         rows = pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
-                        mma.multiply(dq_acc, mem.ds_smem.at[buffer, c, :, rows], mem.k_smem.at[c], a_t=True)
+                        mma.multiply(
+                            dq_acc, mem.ds_smem.at[buffer, c, :, rows], mem.k_smem.at[unhoisted(c, n)], a_t=True
+                        )
                     else:
                         cols = pl.ds(wg * total.cols, total.cols)
-                        mma.multiply(dq_acc, mem.ds_smem.at[buffer, c], mem.k_smem.at[c, :, cols], a_t=True)
+                        mma.multiply(
+                            dq_acc, mem.ds_smem.at[buffer, c], mem.k_smem.at[unhoisted(c, n), :, cols], a_t=True
+                        )
 
                 def rest(dk_acc):
                     mma.start_from(dk_acc, dk)

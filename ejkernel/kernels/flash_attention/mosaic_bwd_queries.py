@@ -27,7 +27,7 @@ from ejkernel.kernels.flash_attention.mosaic_cluster import (
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
+from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, unhoisted
 
 _HEAD_GROUP = 4  # As in the forward kernel.
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -171,7 +171,7 @@ def _kernel(
             for slot in range(free.shape[0]):
                 plgpu.barrier_arrive(free.at[slot])
         scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0, ragged=band.kv_len % block_kv != 0)
-        q_tile, do_tile = mem.q_smem.at[wg], mem.do_smem.at[wg]
+        q_tile = mem.q_smem.at[wg]
         narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim)
 
         def tile(i, step):
@@ -185,6 +185,7 @@ def _kernel(
 
             def advance(n, dq):
                 k, v = k_slot(step + n), v_slot(step + n)
+                q_tile, do_tile = mem.q_smem.at[unhoisted(wg, n)], mem.do_smem.at[unhoisted(wg, n)]
                 plgpu.barrier_wait(mem.k_full.at[k])
 
                 def gradient(s_acc, dp_acc):

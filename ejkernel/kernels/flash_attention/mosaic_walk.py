@@ -59,9 +59,7 @@ class Walk:
         start, end = self.band.query_blocks(col, keys, self.cfg.block_q)
         col = col + place_in_cluster(self.cfg.cluster) * self.cfg.block_kv
         heads = jnp.int32(self.kv_heads)
-        return Tile(
-            lax.div(head, heads), lax.rem(head, heads), col, start, end - start, self.cfg.block_q, self.group
-        )
+        return Tile(lax.div(head, heads), lax.rem(head, heads), col, start, end - start, self.cfg.block_q, self.group)
 
     def slot(self, step: Any) -> Any:
         """Returns which of the `stages` slots holds the queries of `step`."""

@@ -62,3 +62,11 @@ class MatrixUnit:
         if self.interpret:
             return acc.value
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+
+def unhoisted(index: Any, n: Any) -> Any:
+    """Returns `index` so that the compiler takes it to depend on the step `n`.
+
+    Else it computes the addresses of every product with that operand before the loop, and spills them.
+    """
+    return index + lax.shift_right_logical(n, jnp.int32(30))

@@ -56,7 +56,8 @@ def backward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
     if platform == "mosaic":
         from ejkernel.kernels.flash_attention import hopper
 
-        return hopper.backward_configs(inv.args[0].shape[3])
+        rules = inv.kwargs["rules"]
+        return hopper.backward_configs(inv.args[0].shape[3], full=rules.lower is None and rules.upper is None)
     return [None]
 
 
