@@ -22,13 +22,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 HEAD_DIMS = (64, 128, 256)
 RECENT = jax.__version_info__ >= (0, 11)
 
-# Query length, key length, key heads, dim, lower, upper, soft cap, segments.
+# Query length, key length, key heads, dim, lower, upper, soft cap, segments, what queries are moved by (keys by minus).
 INTERPRETED = {
     "causal": (256, 256, 1, 64, None, 0, None, False),
     "full, grouped heads": (128, 256, 1, 128, None, None, None, False),
     "window and soft cap": (256, 128, 2, 128, -70, 64, 20.0, False),
     "segments": (128, 128, 2, 64, None, 0, None, True),
     "lengths that fill no block": (200, 72, 2, 64, None, -40, None, False),
+    "keys past the end, all scores far below zero": (64, 72, 1, 64, None, None, None, False, 4.0),
     "head dim 256": (136, 200, 1, 256, -100, 64, 20.0, False),
     "head dim 256, segments": (128, 128, 2, 256, None, 0, None, True),
 }
@@ -53,10 +54,11 @@ def reference(q, k, v, lower, upper, cap, ids):
     p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments):
+def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0):
     keys = jax.random.split(jax.random.key(q_len + kv_len + dim), 4)
     q, dout = (jax.random.normal(key, (1, q_len, 2, dim), jnp.bfloat16) for key in keys[:2])
     k, v = (jax.random.normal(key, (1, kv_len, kv_heads, dim), jnp.bfloat16) for key in keys[2:])
+    q, k = q + jnp.bfloat16(shift), k - jnp.bfloat16(shift)
     ids = jnp.arange(q_len)[None] // 50 if segments else None
     options = dict(lower=lower, upper=upper, soft_cap=cap, q_segment_ids=ids, kv_segment_ids=ids)
     options["interpret"] = plgpu.InterpretGPUParams()
@@ -81,7 +83,8 @@ def test_output_and_gradients_match_float32_in_the_interpreter(name):
     command = [sys.executable, "-c", SCRIPT, json.dumps(INTERPRETED[name])]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert max(json.loads(done.stdout)) < 4e-3
+    limit = 4e-3 if len(INTERPRETED[name]) == 8 else 2e-2  # Moved keys cancel in dQ, which costs digits.
+    assert all(error < limit for error in json.loads(done.stdout)), done.stdout
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
