@@ -38,7 +38,7 @@ def _fields(node: Any, name: str = "") -> Iterable[tuple[str, str]]:
         for key, child in node["children"]:
             yield from _fields(child, f"{name}{key}")
     elif isinstance(node, Mapping) and set(node) == {"static"}:
-        yield name, stable_json(node["static"])
+        yield from _static(node["static"], name)
     elif isinstance(node, Mapping) and set(node) == {"float"}:
         yield name, "a float"
     elif isinstance(node, Mapping):
@@ -49,3 +49,13 @@ def _fields(node: Any, name: str = "") -> Iterable[tuple[str, str]]:
             yield from _fields(child, f"{name}[{index}]")
     else:
         yield name, stable_json(node)
+
+
+def _static(value: Any, name: str) -> Iterable[tuple[str, str]]:
+    """A static value; an object field by field."""
+    if isinstance(value, Mapping) and set(value) == {"object", "fields"}:
+        yield f"{name} (kind)", str(value["object"])
+        for field, inner in value["fields"].items():
+            yield from _static(inner, f"{name}.{field}")
+    else:
+        yield name, "a float" if value == {"float": None} else stable_json(value)
