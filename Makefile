@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test suite test-all lint bench lock clean
+.PHONY: demo test suite test-all lint docs walk-through dist bench lock clean
 
 demo: $(RUNS)  ## Tune flash attention on this machine's device and print what became of every candidate.
 	$(BIN)/python examples/demo.py
@@ -17,10 +17,19 @@ suite: $(STAMP)  ## The whole CPU suite.
 test-all:  ## The suite on every supported Python that is installed.
 	./scripts/test-all
 
-lint: $(STAMP)
+lint: docs $(STAMP)  ## Style, types, and the docs with warnings as errors.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
+
+docs: $(STAMP)  ## The docs as a site, in site/.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(STAMP)  ## A wheel and a source distribution, in dist/.
+	$(BIN)/hatchling build
+
+walk-through: $(STAMP)  ## Follow the README and the tutorial literally, in a fresh clone and a fresh environment.
+	./scripts/walk-through $(PYTHON)
 
 bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
 	$(BIN)/python benchmarks/overhead.py
@@ -36,7 +45,7 @@ lock: $(STAMP)  ## Resolve the pinned versions anew.
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --group dev --extra remote --no-annotate --no-header pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf $(VENV) .venv-* build dist
+	rm -rf $(VENV) .venv-* build dist site
 
 # What ejkernel needs to run, at the pinned versions; the build backend comes first, so that nothing else is fetched.
 $(RUNS): pyproject.toml requirements.lock

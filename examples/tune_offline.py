@@ -47,7 +47,7 @@ def train_frozen(pack):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=20, help="seconds that each call may take to tune")
+    parser.add_argument("--budget", type=float, default=60, help="seconds that each call may take to tune")
     parser.add_argument("--frozen", action="store_true", help="only train, with what the environment says")
     options = parser.parse_args()
     if options.frozen:
