@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from ejkernel.cli import calls
-from ejkernel.cli.options import AsJson, Operation, Settings, Store
+from ejkernel.cli.options import AsJson, Grad, Operation, Settings, Store
 from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr, working
 from ejkernel.cli.store import open_store
 from ejkernel.ops.config import asking
@@ -43,6 +43,7 @@ def bench(
     op: Operation,
     args: Annotated[list[str], typer.Option(help="Arrays of a call: f32[1024,64],s32[16]. Repeat it for more shapes.")],
     settings: Settings = None,
+    grad: Grad = False,
     rounds: Annotated[int, typer.Option(min=3, help="Samples of each backend; they take turns in random order.")] = 20,
     store: Store = None,
     as_json: AsJson = False,
@@ -61,8 +62,8 @@ def bench(
     cache, results = open_store(store), []
     with working("starting JAX") as say:
         for text in args:
-            inv = calls.named(op, text, settings or [])
-            results.append(_measure(inv, ConfigSelectorChain(persistent=cache), rounds, say))
+            for inv in calls.named(op, text, settings or [], grad):
+                results.append(_measure(inv, ConfigSelectorChain(persistent=cache), rounds, say))
     if as_json:
         print_json(results)
     else:
@@ -94,7 +95,8 @@ def _measure(inv: Invocation[Any, Any], selector: ConfigSelectorChain, rounds: i
 
 
 def _contenders(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], selector: ConfigSelectorChain) -> list[Contender]:
-    found = [_contender(inv, kernel, name) for name, _ in dispatch.implementations(kernel, inv.context)]
+    source = asking.source_of(kernel)
+    found = [_contender(inv, kernel, name) for name, _ in dispatch.implementations(source, inv.context)]
     here = next((replace(inv, platform=c.name) for c in found if not c.reason), None)
     if here is not None and (chosen := selector.explain(here, kernel)).tier in ("memory", "persistent"):
         found.append(Contender(name=_STORED, cfg=chosen.cfg))

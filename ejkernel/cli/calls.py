@@ -11,37 +11,50 @@ from ejkernel.cli import operations
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
+from ejkernel.ops.config.asking import on_its_platform
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution import offline
-from ejkernel.ops.execution.pipeline import invocation, prepared
+from ejkernel.ops.execution.pipeline import backward_invocation, invocation, prepared
 
 Call = Invocation[Any, Any]
 
 
-def find(target: str | None, specs_file: Path | None, args: str, settings: list[str]) -> tuple[list[Call], list[str]]:
+def find(
+    target: str | None, specs_file: Path | None, args: str, settings: list[str], grad: bool
+) -> tuple[list[Call], list[str]]:
     """The calls that the command line names, and what could not be made into one."""
     if target is not None and not Path(target).exists() and _is_name(target):
-        return [named(target, args, settings)], []
-    if args or settings:
-        raise EjkernelError("--args and --set go with module:Kernel or the name of an operation.")
+        return named(target, args, settings, grad), []
+    if args or settings or grad:
+        raise EjkernelError("--args, --set and --grad go with module:Kernel or the name of an operation.")
     path = Path(target) if target is not None else specs.record_path()
     if path.suffix == ".json":
         return _recorded(path)
     return offline.match(offline.labels_of(path), specs_file)
 
 
-def named(name: str, args: str, settings: list[str]) -> Call:
-    """An abstract call of an operation.
+def named(name: str, args: str, settings: list[str], grad: bool) -> list[Call]:
+    """An abstract call of an operation, and its backward if asked for.
 
     Raises:
-      ArgumentTextError: The kernel cannot be called with such arguments.
+      ArgumentTextError: The kernel cannot be called with such arguments, or has no such backward.
     """
     kernel, arrays, keywords = operations.make(name), parse_arrays(args), parse_settings(settings)
     if not arrays and not keywords:
         raise ArgumentTextError(
             f'--args: {name} needs the arrays of a call, for example --args "f32[1024,64],s32[16]".'
         )
-    return abstract(kernel, arrays, keywords, f"{name} with --args {args!r}")
+    call = abstract(kernel, arrays, keywords, f"{name} with --args {args!r}")
+    if not grad:
+        return [call]
+    backward = BackwardKernel.of(kernel)
+    if backward is None:
+        raise ArgumentTextError(
+            f"--grad: the backward of {name} takes the forward's config; it has neither heuristic_cfg_vjp nor "
+            "config_space_vjp."
+        )
+    return [call, backward_invocation(backward, on_its_platform(call, kernel))]
 
 
 def abstract(kernel: Kernel[Any, Any], arrays: tuple[Any, ...], keywords: dict[str, Any], what: str) -> Call:

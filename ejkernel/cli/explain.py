@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ejkernel.cli import calls
-from ejkernel.cli.options import AsJson, Settings, Store
+from ejkernel.cli.options import AsJson, Grad, Settings, Store
 from ejkernel.cli.output import print_json, short_arguments, short_cfg, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
@@ -17,6 +17,8 @@ from ejkernel.ops.config.differences import closest
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution.executor import Executor, Explanation
 
@@ -33,6 +35,7 @@ def explain(
     ] = None,
     args: Annotated[str, typer.Option(help="Arrays of the call: f32[1024,64],s32[16].")] = "",
     settings: Settings = None,
+    grad: Grad = False,
     specs_file: Annotated[Path | None, typer.Option("--specs", help="Record file for the calls of a program.")] = None,
     store: Store = None,
     as_json: AsJson = False,
@@ -49,7 +52,7 @@ def explain(
     ejkernel explain record.json --json
     """
     with working("starting JAX"):
-        found, missing = calls.find(target, specs_file, args, settings or [])
+        found, missing = calls.find(target, specs_file, args, settings or [], grad)
         cache = open_store(store)
         executor = Executor(ConfigSelectorChain(persistent=cache, policy=AutotunePolicy.from_environment()))
         told = [_told(executor, cache, inv) for inv in found]
@@ -64,7 +67,7 @@ def explain(
 
 def _told(executor: Executor, cache: PersistentCache, inv: Invocation[Any, Any]) -> tuple[dict[str, Any], str]:
     try:
-        found = executor.explain_call(inv)
+        found = _explained(executor, inv)
     except EjkernelError as error:
         return {**_place(inv), "stored": False, "error": str(error)}, f"{inv.op_id} {inv.call_key}: {error}"
     stored = found.tier in _STORED
@@ -74,6 +77,17 @@ def _told(executor: Executor, cache: PersistentCache, inv: Invocation[Any, Any])
         data["nearest"] = _nearest(cache, found.selection.inv)
         lines += _nearest_lines(data["nearest"])
     return data, "\n".join(lines)
+
+
+def _explained(executor: Executor, inv: Invocation[Any, Any]) -> Explanation:
+    if not isinstance(inv.kernel, BackwardKernel):
+        return executor.explain_call(inv)
+    # A backward runs after its forward, on whatever served that; only its config is chosen.
+    assert isinstance(executor.chooser, ConfigSelectorChain)
+    selection = executor.chooser.explain(inv, inv.kernel)
+    platform = dispatch.forced_platform(inv.kernel.forward, selection.cfg) or inv.platform or "-"
+    method = dispatch.find(inv.kernel.forward, "vjp", inv.context, platform)
+    return Explanation(selection, platform, getattr(method, "__name__", "custom_vjp"))
 
 
 def _place(inv: Invocation[Any, Any]) -> dict[str, Any]:

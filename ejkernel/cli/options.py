@@ -13,6 +13,7 @@ Store = Annotated[str | None, typer.Option(help="Directory of the store, instead
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Keyword argument: causal=true, or an array: q_segment_ids=s32[2,64].")
 ]
+Grad = Annotated[bool, typer.Option("--grad", help="The operation's backward as well, which has configs of its own.")]
 Operation = Annotated[
     str,
     typer.Argument(

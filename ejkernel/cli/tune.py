@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ejkernel.cli import calls
-from ejkernel.cli.options import AsJson, Settings, Store
+from ejkernel.cli.options import AsJson, Grad, Settings, Store
 from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr
 from ejkernel.cli.store import open_store
 from ejkernel.ops import specs
@@ -42,6 +42,7 @@ def tune(
     specs_file: Annotated[Path | None, typer.Option("--specs", help="Record file for the calls of a program.")] = None,
     args: Annotated[str, typer.Option(help="Arrays of the call: f32[1024,64],s32[16].")] = "",
     settings: Settings = None,
+    grad: Grad = False,
     budget: Annotated[float | None, typer.Option(help="Seconds a call may take to tune.")] = None,
     isolation: Annotated[Isolation, typer.Option(help="Where candidates run.")] = Isolation.process,
     out: Annotated[Path | None, typer.Option(help="Write the results as a pack, too.")] = None,
@@ -59,9 +60,11 @@ def tune(
 
     ejkernel tune step.hlo --specs record.json --budget 60
 
+    ejkernel tune flash_attention --args "f32[1,512,4,64],f32[1,512,4,64],f32[1,512,4,64]" --set causal=true --grad
+
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
     """
-    found, missing = calls.find(target, specs_file, args, settings or [])
+    found, missing = calls.find(target, specs_file, args, settings or [], grad)
     if not found and not missing:
         missing = ["the program has no labels; the text of a Lowered has them only with as_text(debug_info=True)."]
     cache = open_store(store)

@@ -237,6 +237,25 @@ def test_bench_adds_what_is_stored(capsys, tmp_path):
     assert "stored" in {row["backend"] for row in json.loads(out)[0]["backends"]}
 
 
+# --- Backwards ---
+
+
+def test_backward_with_configs_of_its_own_goes_along(capsys, tmp_path):
+    norm = ["tests.offline_program:RmsNorm", "--args", "f32[4,32],f32[32]", "--grad", "--store", tmp_path, "--json"]
+    code, out, _ = ejkernel(capsys, "explain", *norm)
+    assert code == 1
+    forward, backward = json.loads(out)["calls"]
+    assert backward["op_id"] == f"{forward['op_id']}.vjp"
+    assert (backward["method"], backward["error"]) == ("vjp", None)
+    code, out, err = ejkernel(capsys, "tune", *norm, "--isolation", "thread")
+    assert (code, err) == (0, "")
+    assert [row["op_id"] for row in json.loads(out)["tuned"]] == [forward["op_id"], backward["op_id"]]
+    assert ejkernel(capsys, "explain", *norm)[0] == 0
+    code, out, _ = ejkernel(capsys, "bench", *norm, "--rounds", "3")
+    assert code == 0
+    assert [row["backend"] for row in json.loads(out)[1]["backends"]] == ["xla", "stored"]
+
+
 # --- All commands ---
 
 
@@ -252,7 +271,11 @@ def test_bench_adds_what_is_stored(capsys, tmp_path):
         (["explain", MIX], "--args: tests.offline_program:Mixer needs the arrays of a call"),
         (["explain", MIX, "--args", "f32[1]", "--set", "nonsense=true"], None),
         (["explain", "flash_attention", "--args", "f32[2]"], "not a call of flash_attention (TypeError"),
-        (["explain", "x.json", "--args", "f32[1]"], "--args and --set go with"),
+        (["explain", "x.json", "--args", "f32[1]"], "--args, --set and --grad go with"),
+        (
+            ["tune", MIX, "--args", "f32[1,2,3]", "--grad"],
+            "--grad: the backward of tests.offline_program:Mixer takes the",
+        ),
         (["report", "--store", __file__], "is a file; a store is a directory"),
     ],
 )

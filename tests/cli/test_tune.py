@@ -71,7 +71,7 @@ def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):
         (["tune", "tests.offline_program:Mixer", "--args", "f32(3)"], "--args: 'f32(3)' is not of the form"),
         (["tune", "tests.offline_program:Mixer", "--set", "causal"], "--set: 'causal' is not of the form name=value"),
         (["tune", "nowhere.json"], "nowhere.json"),
-        (["tune", "x.json", "--args", "f32[1]"], "--args and --set go with module:Kernel"),
+        (["tune", "x.json", "--args", "f32[1]"], "--args, --set and --grad go with module:Kernel"),
         (["tune", "tests.offline_program:Mixer", "--args", "f32[1,2,3]", "--executor", "nonsense"], "neither dask://"),
         (["tune", ".relative:Kernel"], "kernel .relative:Kernel cannot be imported"),
         (

@@ -35,7 +35,7 @@ class Silent:
         return None
 
 
-@pytest.mark.parametrize("answer", [None, {}, {"flops": -1.0}, {"flops": 5.0}, NotImplementedError()])
+@pytest.mark.parametrize("answer", [None, {}, {"flops": -1.0}, {"flops": 5.0}, NotImplementedError(), TypeError()])
 def test_compiler_that_does_not_tell_is_no_cost(answer):
     assert cost_of(Silent(answer)) is None
 
