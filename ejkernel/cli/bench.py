@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ejkernel.cli import calls
+from ejkernel.cli import calls, jax_start
 from ejkernel.cli.options import AsJson, Grad, Operation, Settings, Store
 from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr, working
 from ejkernel.cli.store import open_store
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import asking
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core import dispatch
@@ -61,9 +62,10 @@ def bench(
     """
     cache, results = open_store(store), []
     with working("starting JAX") as say:
+        jax_start.start()
         for text in args:
             for inv in calls.named(op, text, settings or [], grad):
-                results.append(_measure(inv, ConfigSelectorChain(persistent=cache), rounds, say))
+                results.append(_told(inv, ConfigSelectorChain(persistent=cache), rounds, say))
     if as_json:
         print_json(results)
     else:
@@ -75,6 +77,15 @@ def bench(
             print(f"{row['backend']}: {row['status']}: {row['reason']}", file=sys.stderr)
     good = all(any(row["median_ms"] is not None for row in result["backends"]) for result in results)
     raise typer.Exit(0 if good and not any(row["status"] in ("wrong", "failed") for row in ran) else 1)
+
+
+def _told(inv: Invocation[Any, Any], selector: ConfigSelectorChain, rounds: int, say: Say) -> dict[str, Any]:
+    try:
+        return _measure(inv, selector, rounds, say)
+    except EjkernelError:
+        raise
+    except Exception as error:
+        raise EjkernelError(f"{inv.op_id}: the kernel's own code failed ({type(error).__name__}: {error}).") from error
 
 
 def _measure(inv: Invocation[Any, Any], selector: ConfigSelectorChain, rounds: int, say: Say) -> dict[str, Any]:

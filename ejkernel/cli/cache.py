@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ejkernel.cli.options import AsJson, Store
-from ejkernel.cli.output import print_json, print_json_list, print_table, short_arguments, short_cfg
+from ejkernel.cli.output import print_json, print_json_list, print_table, short_arguments, short_cfg, working
 from ejkernel.cli.store import open_store
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import layers, merging, packs, upkeep
@@ -52,7 +52,8 @@ def ls(store: Store = None, device: Device = None, op: Op = None, as_json: AsJso
     if as_json:
         print_json_list(_data(entry) for entry in found)
         return
-    rows = [_row(entry) for entry in found]
+    with working("reading"):
+        rows = [_row(entry) for entry in found]
     print_table(["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"], rows)
 
 
@@ -89,7 +90,8 @@ def diff(
     """Compare configs key by key; exit code 1 if they differ."""
     cache = open_store(store)
     other = layers.entries_of(right) if right is not None else _own(cache)
-    found = merging.differences(layers.entries_of(left), other)
+    with working("reading"):
+        found = merging.differences(layers.entries_of(left), other)
     if as_json:
         print_json_list(_difference(d) for d in found)
     else:
@@ -126,8 +128,10 @@ def import_(
 ) -> None:
     """Copy entries of packs into the store."""
     cache = open_store(store)
-    merged = merging.merge(layers.entries_of(source) for source in sources)
-    done = merging.add_all(cache, merged.values(), keep.value)
+    with working("reading") as say:
+        merged = merging.merge(layers.entries_of(source) for source in sources)
+        say(f"writing {len(merged)} entries")
+        done = merging.add_all(cache, merged.values(), keep.value)
     if cache.in_memory:
         raise typer.Exit(2)  # The warning has said why.
     counts = {"added": done.added, "replaced": done.replaced, "kept": done.kept}
@@ -142,8 +146,9 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Write a pack of the best-founded entries of several packs or stores."""
-    merged = merging.merge(layers.entries_of(source) for source in sources)
-    packs.write(target, merged.values(), name)
+    with working("reading"):
+        merged = merging.merge(layers.entries_of(source) for source in sources)
+        packs.write(target, merged.values(), name)
     _say({"path": target, "entries": len(merged)}, f"{len(merged)} entries in {target}.", as_json)
 
 
@@ -156,7 +161,8 @@ def verify(
     """Check every entry; exit code 1 if one is wrong."""
     root = open_store(store).path
     nothing_yet = source is None and not root.exists()
-    found = [] if nothing_yet else list(upkeep.verify(root if source is None else source))
+    with working("reading"):
+        found = [] if nothing_yet else list(upkeep.verify(root if source is None else source))
     if as_json:
         print_json_list({"where": p.where, "level": p.level, "text": p.text} for p in found)
     else:

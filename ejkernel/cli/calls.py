@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.cli import operations
+from ejkernel.cli import jax_start, operations
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
@@ -24,6 +24,7 @@ def find(
     target: str | None, specs_file: Path | None, args: str, settings: list[str], grad: bool
 ) -> tuple[list[Call], list[str]]:
     """The calls that the command line names, and what could not be made into one."""
+    jax_start.start()
     if target is not None and not Path(target).exists() and _is_name(target):
         return named(target, args, settings, grad), []
     if args or settings or grad:

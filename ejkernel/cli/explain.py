@@ -68,8 +68,9 @@ def explain(
 def _told(executor: Executor, cache: PersistentCache, inv: Invocation[Any, Any]) -> tuple[dict[str, Any], str]:
     try:
         found = _explained(executor, inv)
-    except EjkernelError as error:
-        return {**_place(inv), "stored": False, "error": str(error)}, f"{inv.op_id} {inv.call_key}: {error}"
+    except Exception as error:  # noqa: BLE001 - a kernel's own code may raise anything, and other calls are to be told.
+        text = str(error) if isinstance(error, EjkernelError) else f"{type(error).__name__}: {error}"
+        return {**_place(inv), "stored": False, "error": text}, f"{inv.op_id} {inv.call_key}: {text}"
     stored = found.tier in _STORED
     data = {**_place(found.selection.inv), **_chosen(found), "stored": stored, "error": None}
     lines = [str(found)]

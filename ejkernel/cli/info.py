@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import ejkernel
-from ejkernel.cli import operations
+from ejkernel.cli import jax_start, operations
 from ejkernel.cli.options import AsJson, Store
 from ejkernel.cli.output import print_json, print_table, working
 from ejkernel.cli.store import open_store
@@ -36,6 +36,7 @@ def info(store: Store = None, as_json: AsJson = False) -> None:
     ejkernel info --json
     """
     with working("starting JAX"):
+        jax_start.start()
         found = _info(store)
     if as_json:
         print_json(found)
@@ -58,6 +59,7 @@ def kernels(as_json: AsJson = False) -> None:
     A package announces its own with entry points of the group "ejkernel.kernels".
     """
     with working("starting JAX"):
+        jax_start.start()
         backends = {b["name"]: b for b in _backends()}
         found = [_operation(name, where, backends) for name, where in operations.installed().items()]
     if as_json:

@@ -59,6 +59,14 @@ class Picky(Kernel[Pieces, jax.Array]):
         return Pieces()
 
 
+class Broken(Kernel[Pieces, jax.Array]):
+    def run(self, x, *, cfg):
+        return x
+
+    def heuristic_cfg(self, inv):
+        return inv.args[3]
+
+
 class Strict(Kernel[Pieces, jax.Array]):
     def __init__(self, needed):
         super().__init__("strict")
@@ -195,6 +203,12 @@ def test_entry_of_another_device_is_the_nearest_if_there_is_no_other(capsys, tmp
     assert "device: gpu-far -> " in out
 
 
+def test_kernel_that_fails_to_guess_is_told_with_the_others(capsys, tmp_path):
+    code, out, err = ejkernel(capsys, "explain", f"{HERE}:Broken", "--args", "f32[1]", "--store", tmp_path, "--json")
+    assert (code, err) == (1, "")
+    assert json.loads(out)["calls"][0]["error"] == "IndexError: tuple index out of range"
+
+
 # --- bench ---
 
 
@@ -277,6 +291,7 @@ def test_backward_with_configs_of_its_own_goes_along(capsys, tmp_path):
             "--grad: the backward of tests.offline_program:Mixer takes the",
         ),
         (["report", "--store", __file__], "is a file; a store is a directory"),
+        (["bench", f"{HERE}:Broken", "--args", "f32[1]"], "the kernel's own code failed (IndexError"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(capsys, args, message):
@@ -305,6 +320,15 @@ def test_keyword_arrays_are_arrays(capsys, tmp_path):
     )  # fmt: skip
     assert code == 1
     assert "int32[1,16]" in json.loads(out)["calls"][0]["arrays"]
+
+
+def test_backend_that_cannot_start_is_one_line():
+    script = Path(sys.executable).with_name("ejkernel")
+    env = {**os.environ, "JAX_PLATFORMS": "nonsense"}
+    done = subprocess.run([script, "info"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: JAX cannot start: ")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
