@@ -40,6 +40,10 @@ def without_consts(jaxpr: Any) -> tuple[list[Any], Any]:
     return jaxpr.consts, _pe.close_jaxpr(_pe.convert_constvars_jaxpr(jaxpr.jaxpr))
 
 
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
+"""`jax.jit(..., inline=INLINE)` leaves only its equations where it is called while tracing."""
+
+
 # --- Batches (vmap) ---
 
 

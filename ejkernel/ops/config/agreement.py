@@ -95,7 +95,7 @@ class Agreement:
                 self.insert(place, {"error": f"{type(error).__name__}: {error}"})
                 raise
         else:
-            found = self.read(place, self._patience(decider, timeout_s))
+            found = self.read(place, self.patience(decider, timeout_s))
             if found is None:
                 found = self.insert(place, fallback)
         if "error" in found:
@@ -122,7 +122,7 @@ class Agreement:
         deadline = time.monotonic() + timeout_s
         found: dict[int, Any] = {}
         for process in (p for p in range(self.count) if p != self.index):
-            value = self.read(f"{place}/{process}", self._patience(process, deadline - time.monotonic()))
+            value = self.read(f"{place}/{process}", self.patience(process, deadline - time.monotonic()))
             if value is None:
                 self._absent.add(process)
             else:
@@ -130,7 +130,7 @@ class Agreement:
                 found[process] = value
         return found
 
-    def _patience(self, process: int, timeout_s: float) -> float:
+    def patience(self, process: int, timeout_s: float) -> float:
         """Nobody is waited for twice for long: one that is gone would cost the whole time at every call."""
         return min(max(timeout_s, 0.0), _GRACE_S if process in self._absent else timeout_s)
 

@@ -131,7 +131,8 @@ class JointSelection:
         """Whether this process takes part in a tuning that another one decides."""
         if not _is_shared(kernel, policy) or question.decider(agreement.count) == agreement.index:
             return False
-        plan = agreement.read(f"{question.number}/plan", policy.agree_s)
+        decider = question.decider(agreement.count)
+        plan = agreement.read(f"{question.number}/plan", agreement.patience(decider, policy.agree_s))
         return plan is not None and plan["tune"]
 
     def _measure(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, tuner: Any = None) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ejkernel import _compat
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.utils import arguments
 
@@ -107,7 +108,7 @@ class Program:
             return self._trace(tuple(merged), {**ejkernel_kwargs, **dict(static_kwargs)})
 
         # Inlined where it is part of another program: there, the call is one operation already.
-        return jax.jit(_named(call, self._name), inline=True)
+        return jax.jit(_named(call, self._name), inline=_compat.INLINE)
 
     def _call_bound(self, /, *args: Any, **kwargs: Any) -> Any:
         key, args_left, kwargs_left = self._bind(args, kwargs)
@@ -150,7 +151,7 @@ class Program:
         found = self._split.get(key)
         if found is None:
             call = partial(self._call_merged, statics)
-            found = bounded(self._split, key, jax.jit(_named(call, self._name), inline=True))
+            found = bounded(self._split, key, jax.jit(_named(call, self._name), inline=_compat.INLINE))
         return found
 
     def _call_merged(self, statics: arguments.Statics, arrays: list[Any]) -> Any:
