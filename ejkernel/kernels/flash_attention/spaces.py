@@ -15,10 +15,10 @@ def few(platform: str, platforms: Sequence[str], space: list[Any]) -> list[Any]:
 
     Where an implementation is the only one beside XLA, it is tried in full.
     """
-    better = platforms[: platforms.index(platform)]
-    if platform == "mosaic":
-        return space if len(space) <= 48 else [p for p in space if p.schedule == "persistent"]
-    return space if not better else space[:: max(len(space) // 6, 1)]
+    better = len(platforms[: platforms.index(platform)])
+    if platform == "mosaic" or not better:
+        return space
+    return space[:: max(len(space) * better // 6, 1)]
 
 
 def forward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
