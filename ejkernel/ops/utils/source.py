@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
+import tokenize
 import types
 import weakref
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def _hash(cls: type, skip: _Skip) -> str | None:
             continue
         try:
             code[item] = normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item), skip)
-        except (OSError, TypeError, SyntaxError):
+        except (OSError, TypeError, SyntaxError, tokenize.TokenError):
             if item is cls:
                 return None
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import textwrap
+import types
 
 import pytest
 
@@ -112,3 +113,13 @@ SAMPLE = textwrap.dedent(
 
 def test_the_text_is_the_same_in_every_python():
     assert short_hash(normal(SAMPLE)) == "ffb89a6ca1c5eb59"
+
+
+def test_file_that_holds_something_else_by_now_is_no_source(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("It isn't code,\n'nor does it end\n")
+    module = types.ModuleType("page")
+    module.__file__ = str(page)
+    monkeypatch.setitem(sys.modules, "page", module)
+    exec(compile("class Page:\n    def run(self): return 1\n", str(page), "exec"), vars(module))
+    assert source_hash(module.Page) is None
