@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -45,30 +46,37 @@ def run_page(page, folder, set_up=False, skip=()):
     Raises:
       PageError: A command failed, or printed something else than the page says.
     """
-    names = {"__name__": "__main__"}
+    # One script: then classes have a source, as they have in a reader's file.
+    sys.modules["run_page"] = sys.modules[__name__]
+    script = ["from run_page import run_command as _run"]
     os.chdir(folder)
     os.environ["PAGE_SHELL"] = str(folder / ".shell")
-    sys.path.insert(0, str(folder))
     for language, text in _BLOCK.findall(page.read_text()):
         # A page may name a directory of the reader's; here it is one of the run's.
         text = text if set_up else text.replace("/tmp/", f"{folder}/")
         if language == "python" and (file := re.match(r"# (\w+\.py)\n", text)):
             Path(file[1]).write_text(text)
         elif language == "python":
-            exec(compile(text, str(page), "exec"), names)
-            sys.stdout.flush()
+            script.append(text)
         elif language == "console":
-            for command, expected in commands(text):
-                if not command.startswith(tuple(skip)):
-                    run_command(command, expected, set_up)
-        elif language == "toml":
-            tomllib.loads(text)
-        elif language == "yaml":
-            import yaml
+            told = [(command, expected) for command, expected in commands(text) if not command.startswith(tuple(skip))]
+            script += [f"_run({command!r}, {expected!r}, {set_up!r})" for command, expected in told]
+        else:
+            check_data(language, text)
+    (folder / "whole_page.py").write_text("\n".join(script))
+    sys.path.insert(0, str(folder))
+    runpy.run_path(str(folder / "whole_page.py"), run_name="__main__")
 
-            yaml.safe_load(text)
-        elif language == "json":
-            json.loads(text)
+
+def check_data(language, text):
+    if language == "toml":
+        tomllib.loads(text)
+    elif language == "yaml":
+        import yaml
+
+        yaml.safe_load(text)
+    elif language == "json":
+        json.loads(text)
 
 
 def commands(text):
@@ -92,11 +100,14 @@ def run_command(command, expected, set_up):
         return
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", _SHELL.format(command)], env=env, capture_output=True, text=True, check=False)
+    sys.stdout.flush()
     print(f"$ {command}\n{done.stdout}{done.stderr}", end="", flush=True)
     if done.returncode != code:
         raise PageError(f"{command}: exit code {done.returncode}, the page says {code}\n{done.stderr}")
-    if expected and not matches(expected, (done.stdout + done.stderr).splitlines()):
-        raise PageError(f"{command}: printed\n{done.stdout}{done.stderr}\nthe page says\n" + "\n".join(expected))
+    # Of a command that works, what it logs beside its output is not what the page is about.
+    printed = done.stdout if code == 0 else done.stdout + done.stderr
+    if expected and not matches(expected, printed.splitlines()):
+        raise PageError(f"{command}: printed\n{printed}\nthe page says\n" + "\n".join(expected))
 
 
 def matches(expected, got):
