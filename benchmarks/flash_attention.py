@@ -86,7 +86,7 @@ def contenders(row, kind):
 
 
 def compiled(fn, arrays, backward):
-    """A call without arguments, and the temporary memory of its program; or why there is none."""
+    """The program of a contender; or why there is none."""
     *qkv, dout = arrays
 
     def both(q, k, v, dout):
@@ -94,13 +94,11 @@ def compiled(fn, arrays, backward):
         return out, pull(dout)
 
     try:
-        program = jax.jit(both if backward else lambda q, k, v, dout: fn(q, k, v)).lower(*qkv, dout).compile()
-        jax.block_until_ready(program(*arrays))
+        return jax.jit(both if backward else lambda q, k, v, dout: fn(q, k, v)).lower(*qkv, dout).compile()
     except UnsupportedCallError as error:
         return f"refused: {error}"
     except jax.errors.JaxRuntimeError as error:
         return f"failed: {str(error)[:80]}"
-    return partial(program, *arrays), program.memory_analysis().temp_size_in_bytes
 
 
 def measure(calls, timer, rounds):
@@ -131,41 +129,65 @@ def report(rows, kind, rounds):
     unit, name = (1e9, "GFLOP/s") if kind == "cpu" else (1e12, "TFLOP/s")
     for dtype, rate in rates.items():
         print(f"{dtype} product: {rate / unit:,.0f} {name}", end="  ")
+    programs = compiled_rows(rows, kind)
     for backward in (False, True):
         print(f"\n\n{'Forward and backward' if backward else 'Forward'}, {name} (temporary memory):\n")
         header = ["batch, length, heads (kv), dim", *contenders(rows[0], kind), "tuned / jax.nn"]
         header += ["tuned / cuDNN"] if kind == "gpu" else ["tuned / product"]
         print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
         for row in rows:
-            line(row, kind, backward, timer, rounds, rates[row.dtype], unit)
+            line(row, kind, backward, programs[row, backward], timer, rounds, rates[row.dtype], unit)
 
 
-def line(row, kind, backward, timer, rounds, ceiling, unit):
+def compiled_rows(rows, kind):
+    """(row, backward) -> name -> program; all before anything is timed."""
+    with concurrent.futures.ThreadPoolExecutor(1 if kind == "cpu" else 14) as pool:
+        jobs = {
+            (row, backward, name): pool.submit(compiled, fn, row.arrays(), backward)
+            for backward in (False, True)
+            for row in rows
+            for name, fn in contenders(row, kind).items()
+        }
+    found = {}
+    for (row, backward, name), job in jobs.items():
+        found.setdefault((row, backward), {})[name] = job.result()
+    return found
+
+
+def line(row, kind, backward, programs, timer, rounds, ceiling, unit):
     arrays, flops = row.arrays(), row.flops * (3.5 if backward else 1)
-    build = lambda item: (item[0], compiled(item[1], arrays, backward))
-    with concurrent.futures.ThreadPoolExecutor(1 if kind == "cpu" else 8) as pool:
-        programs = dict(pool.map(build, contenders(row, kind).items()))
-    running = {name: found for name, found in programs.items() if not isinstance(found, str)}
-    seconds = measure({name: call for name, (call, _) in running.items()}, timer, rounds)
+    running = {name: partial(found, *arrays) for name, found in programs.items() if not isinstance(found, str)}
+    for name, call in list(running.items()):
+        try:
+            jax.block_until_ready(call())
+        except jax.errors.JaxRuntimeError as error:
+            programs[name] = f"failed: {str(error)[:80]}"
+            del running[name]
+    seconds = measure(running, timer, rounds)
     cells = []
     for name, found in programs.items():
         if isinstance(found, str):
             cells.append(found.partition(":")[0])
         else:
-            cells.append(f"{flops / seconds[name] / unit:,.0f} ({found[1] / 2**20:,.0f} MiB)")
-    speed = lambda other: f"{seconds[other] / seconds['tuned']:.2f}" if other in seconds else "-"
+            memory = found.memory_analysis().temp_size_in_bytes
+            cells.append(f"{flops / seconds[name] / unit:,.0f} ({memory / 2**20:,.0f} MiB)")
+    speed = lambda other: f"{seconds[other] / seconds['tuned']:.3f}" if other in seconds else "-"
     last = speed("cudnn") if kind == "gpu" else f"{flops / seconds['tuned'] / ceiling:.0%}"
     print(f"| {row} | {' | '.join(cells)} | {speed('jax.nn')} | {last} |", flush=True)
 
 
 def check(rows):
     """The tuned choice against the float32 reference, on the first heads of each row."""
-    for row in rows:
+
+    def error(row):
         small = replace(row, batch=1, length=min(row.length, 2048), heads=row.heads // row.kv_heads, kv_heads=1)
         q, k, v, _ = small.arrays(seed=1)
         got, want = (flash_attention(q, k, v, causal=row.causal, platform=p) for p in (None, "reference"))
-        error = float(jnp.linalg.norm((got - want).astype(jnp.float32)) / jnp.linalg.norm(want.astype(jnp.float32)))
-        assert error < (1e-5 if row.dtype == "float32" else 2e-2), f"{row}: relative error {error:.1e}"
+        return float(jnp.linalg.norm((got - want).astype(jnp.float32)) / jnp.linalg.norm(want.astype(jnp.float32)))
+
+    with concurrent.futures.ThreadPoolExecutor(len(rows)) as pool:
+        for row, found in zip(rows, pool.map(error, rows), strict=True):
+            assert found < (1e-5 if row.dtype == "float32" else 2e-2), f"{row}: relative error {found:.1e}"
 
 
 def tune(rows, target, budget_s):
@@ -176,16 +198,18 @@ def tune(rows, target, budget_s):
     store = PersistentCache(f"{target}.store", packs=())
     chain, kernel = ConfigSelectorChain(persistent=store), FlashAttention()
     tuner = Autotuner(budget_s=budget_s)
+    keep = lambda: packs.write(target, [entry for entry in store.entries() if entry.complete])
     for row in rows:
         args, kwargs = prepared(kernel, tuple(row.arrays()[:3]), {"causal": True} if row.causal else {})
         inv = replace(invocation(kernel, args, kwargs), args=args, kwargs=kwargs)
         forward = chain.tune(inv, kernel, tuner=tuner)
+        keep()
         print(f"{row}: {forward.summary()}", flush=True)
         backward = BackwardKernel(kernel)
         inv = backward_invocation(backward, invocation(kernel, args, kwargs))
         inv = replace(inv, platform=forward.cfg.platform, metadata={"forward_cfg": forward.cfg})
         print(f"{row}, backward: {chain.tune(inv, backward, tuner=tuner).summary()}", flush=True)
-        packs.write(target, [entry for entry in store.entries() if entry.complete])
+        keep()
 
 
 def main():
