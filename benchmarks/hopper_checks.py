@@ -50,6 +50,7 @@ CASES = [
     *(Case(1, 640, 640, 2, 2, dim, upper=0, soft_cap=20.0) for dim in (64, 128, 256)),
     *(Case(2, 768, 768, 2, 1, dim, upper=0, segments=True) for dim in (64, 128, 256)),
     *(Case(2, 712, 712, 2, 2, dim, upper=0) for dim in (64, 128, 256)),
+    *(Case(1, 600, 600, 2, 1, dim) for dim in (64, 128, 256)),
     *(Case(1, 328, 1000, 2, 1, dim, upper=672) for dim in (64, 128, 256)),
     *(Case(1, 1000, 328, 2, 1, dim, upper=-100) for dim in (64, 128, 256)),
     *(Case(1, 504, 504, 2, 1, dim, lower=-33, upper=17, segments=True, soft_cap=30.0) for dim in (64, 128, 256)),
