@@ -111,8 +111,8 @@ def batch_rows():
 
 def report(agreements, batches):
     yield f"# Choosing together, {date.today()}\n"
-    yield f"`python benchmarks/devices.py` · cpu · {platform.machine()} · Python {platform.python_version()} · "
-    yield f"JAX {jax.__version__}.\n"
+    yield f"`python benchmarks/devices.py` · cpu · {platform.machine()} · Python {platform.python_version()} · JAX"
+    yield f"{jax.__version__} · {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n"
     yield f"Time to agreement on the configs of {CALLS} calls, all new, autotune off; the slowest process.\n"
     yield "| processes | all calls, s | one call, median ms |\n|---|---|---|"
     for count, (total, median) in agreements:
