@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "\n```" in p.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_blocks_run(page, tmp_path):
     folder = tmp_path / "page"
@@ -27,6 +28,7 @@ def test_code_blocks_run(page, tmp_path):
 ARGUMENTS = {"demo.py": ["--budget", "10"], "transformer.py": ["--steps", "5"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda p: p.name)
 def test_example_runs(script):
     command = [sys.executable, script, *ARGUMENTS.get(script.name, [])]

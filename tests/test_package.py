@@ -26,6 +26,7 @@ def test_wheel_holds_the_page_the_packs_and_the_types(tmp_path):
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "examples", "scripts"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["wheel", "sdist"])
 def test_installed_package_runs_without_the_repository(tmp_path, target):
     made, site = build(target, tmp_path / "dist"), tmp_path / "site"
