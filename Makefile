@@ -23,7 +23,8 @@ lint: docs $(STAMP)  ## Style, types, and the docs with warnings as errors.
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
 docs: $(STAMP)  ## The docs as a site, in site/.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	# Not --quiet: then warnings are not counted, and so no errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: $(STAMP)  ## A wheel and a source distribution, in dist/.
 	$(BIN)/hatchling build

@@ -48,6 +48,13 @@ def test_reference_has_every_public_name():
     assert exported - listed <= {"Cfg", "Out", "ConfigChooser", "Tuner", "LABEL_RE", "EjkernelError"}
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    """Those of the docs are checked when the site is built."""
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 # --- The runner itself ---
 
 
