@@ -197,7 +197,9 @@ def tune(rows, target, budget_s):
     """
     store = PersistentCache(f"{target}.store", packs=())
     chain, kernel = ConfigSelectorChain(persistent=store), FlashAttention()
-    tuner = Autotuner(budget_s=budget_s)
+    # On a GPU in a process of its own: a kernel that never ends costs its timeout, not the rest.
+    isolation = "thread" if jax.default_backend() == "cpu" else "process"
+    tuner = Autotuner(budget_s=budget_s, isolation=isolation, run_s=20.0)
     keep = lambda: packs.write(target, [entry for entry in store.entries() if entry.complete])
     for row in rows:
         args, kwargs = prepared(kernel, tuple(row.arrays()[:3]), {"causal": True} if row.causal else {})

@@ -85,22 +85,25 @@ class MosaicFwdConfig:
         return None
 
 
-def _clusters(head_dim: int) -> tuple[int, ...]:
-    """Returns the cluster sizes to try: at head dim 64, with little to load for each product, 2 lost everywhere."""
-    return (1,) if head_dim <= 64 else (1, 2)
+def is_full(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bool:
+    """Whether every query sees every key and all blocks of a cluster have whole tiles."""
+    return lower is None and upper is None and q_len % 256 == 0 and kv_len % 256 == 0
 
 
 def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
-    """Yields the forward configs that fit the chip at `head_dim`; a plain grid lost wherever it was measured."""
-    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False), _clusters(head_dim))
-    for consumers, block_kv, stages, share_qo, ping_pong, cluster in axes:
+    """Yields the forward configs that fit the chip at `head_dim`.
+
+    A plain grid lost wherever it was measured, and clusters wherever a mask makes their blocks unequal: where they
+    won, `default_forward` has them.
+    """
+    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False))
+    for consumers, block_kv, stages, share_qo, ping_pong in axes:
         cfg = MosaicFwdConfig(
             consumers=consumers,
             block_kv=block_kv,
             stages=stages,
             share_qo=share_qo,
             ping_pong=ping_pong,
-            cluster=cluster,
         )
         # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise.
         needless = share_qo and dataclasses.replace(cfg, share_qo=False).unfit(head_dim) is None
@@ -109,7 +112,7 @@ def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
 
 
 def default_forward(head_dim: int, *, full: bool = False) -> MosaicFwdConfig:
-    """Returns the config to use untuned; `full` says that every query sees every key."""
+    """Returns the config to use untuned; `full` is what `is_full` says of the call."""
     if head_dim <= 64:
         return MosaicFwdConfig(consumers=3, block_kv=128, stages=3)
     if head_dim <= 128:
@@ -226,8 +229,8 @@ class MosaicBwdConfig:
 def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
     """Yields the backward configs that fit the chip at `head_dim`."""
     ways: tuple[tuple[Split, DqWay], ...] = (("keys", "bulk"), ("keys", "registers"), ("columns", "kernel"))
-    axes = itertools.product((2, 3), ways, (False, True), (2, 3), _clusters(head_dim))
-    for consumers, (split, dq), per_consumer, stages, cluster in axes:
+    axes = itertools.product((2, 3), ways, (False, True), (2, 3))
+    for consumers, (split, dq), per_consumer, stages in axes:
         block_q = consumers * WGMMA_ROWS if per_consumer else WGMMA_ROWS
         cfg = MosaicBwdConfig(
             consumers=consumers,
@@ -235,14 +238,13 @@ def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
             block_q=block_q,
             stages=stages,
             dq=dq,
-            cluster=cluster,
         )
         if cfg.unfit(head_dim) is None:
             yield cfg
 
 
 def default_backward(head_dim: int, *, full: bool = False) -> MosaicBwdConfig:
-    """Returns the config to use untuned; `full` says that every query sees every key."""
+    """Returns the config to use untuned; `full` is what `is_full` says of the call."""
     if head_dim <= 64:
         return MosaicBwdConfig(block_q=128, dq="registers")
     if head_dim <= 128:

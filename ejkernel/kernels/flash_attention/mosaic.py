@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel._compat import load_with_layout
-from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward
+from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward, is_full
 from ejkernel.kernels.flash_attention.mosaic_cluster import (
     cluster_options,
     place_in_cluster,
@@ -60,7 +60,7 @@ def flash_attention_forward(
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
-    cfg = cfg or default_forward(head_dim, full=lower is None and upper is None)
+    cfg = cfg or default_forward(head_dim, full=is_full(q_len, kv_len, lower, upper))
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     table = tile_table(

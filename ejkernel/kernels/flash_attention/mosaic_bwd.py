@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_keys
-from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig, default_backward
+from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig, default_backward, is_full
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
 from ejkernel.kernels.flash_attention.mosaic_cluster import cluster_options, shared_barrier, shared_load
@@ -58,7 +58,7 @@ def flash_attention_backward(
     _, kv_len, kv_heads, _ = k.shape
     group = heads // kv_heads
     # The interpreter has no reductions: there one block at a time may run.
-    cfg = cfg or default_backward(head_dim, full=lower is None and upper is None and not interpret)
+    cfg = cfg or default_backward(head_dim, full=is_full(q_len, kv_len, lower, upper) and not interpret)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel.kernels.flash_attention import xla
+from ejkernel.kernels.flash_attention.config import is_full
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
@@ -36,8 +37,7 @@ def forward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
     if platform == "mosaic":
         from ejkernel.kernels.flash_attention import hopper
 
-        rules = inv.kwargs["rules"]
-        return hopper.forward_configs(inv.args[0].shape[3], full=rules.lower is None and rules.upper is None)
+        return hopper.forward_configs(inv.args[0].shape[3], full=_is_full(inv))
     return [None]
 
 
@@ -56,9 +56,13 @@ def backward_space(platform: str, inv: Invocation[Any, Any]) -> list[Any]:
     if platform == "mosaic":
         from ejkernel.kernels.flash_attention import hopper
 
-        rules = inv.kwargs["rules"]
-        return hopper.backward_configs(inv.args[0].shape[3], full=rules.lower is None and rules.upper is None)
+        return hopper.backward_configs(inv.args[0].shape[3], full=_is_full(inv))
     return [None]
+
+
+def _is_full(inv: Invocation[Any, Any]) -> bool:
+    rules = inv.kwargs["rules"]
+    return is_full(inv.args[0].shape[1], inv.args[1].shape[1], rules.lower, rules.upper)
 
 
 def _xla_blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:

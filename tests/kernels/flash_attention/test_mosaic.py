@@ -94,7 +94,17 @@ def test_config_spaces_hold_only_what_fits(head_dim):
     assert forward
     assert len(set(forward)) == len(forward)
     assert all(cfg.smem_bytes(head_dim) <= configs.SMEM_LIMIT_BYTES for cfg in forward + backward)
-    assert all(configs.default_backward(head_dim, full=full) in backward for full in (False, True))
+    assert configs.default_backward(head_dim) in backward
+    for full in (False, True):
+        assert configs.default_forward(head_dim, full=full).unfit(head_dim) is None
+        assert configs.default_backward(head_dim, full=full).unfit(head_dim) is None
+
+
+def test_clusters_need_whole_tiles_and_no_mask():
+    assert configs.is_full(512, 768, None, None)
+    assert not any(
+        configs.is_full(*call) for call in [(512, 512, None, 0), (320, 512, None, None), (512, 320, -9, None)]
+    )
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
