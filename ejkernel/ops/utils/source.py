@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
+import threading
 import tokenize
 import types
 import weakref
@@ -18,6 +19,8 @@ _FRAMEWORK = "ejkernel.ops."  # Its changes are told by the version of ejkernel.
 
 _Skip = tuple[str, ...]
 _hashes: weakref.WeakKeyDictionary[type, dict[_Skip, str | None]] = weakref.WeakKeyDictionary()
+_parsing = threading.Lock()
+"""Two threads that parse at the same time make Python 3.11 raise SystemError ("recursion depth mismatch")."""
 
 
 def source_hash(item: Any, *, skip: _Skip = ()) -> str | None:
@@ -30,7 +33,9 @@ def source_hash(item: Any, *, skip: _Skip = ()) -> str | None:
     cls = item if isinstance(item, type) else type(item)
     known = _hashes.setdefault(cls, {})
     if skip not in known:
-        known[skip] = _hash(cls, skip)
+        with _parsing:
+            if skip not in known:
+                known[skip] = _hash(cls, skip)
     return known[skip]
 
 

@@ -6,9 +6,11 @@ import importlib
 import sys
 import textwrap
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ejkernel.modules import FlashAttention
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.source import normal, source_hash
 
@@ -123,3 +125,14 @@ def test_file_that_holds_something_else_by_now_is_no_source(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "page", module)
     exec(compile("class Page:\n    def run(self): return 1\n", str(page), "exec"), vars(module))
     assert source_hash(module.Page) is None
+
+
+def test_threads_may_hash_at_the_same_time():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            hashes = set(pool.map(lambda i: source_hash(FlashAttention, skip=(f"method_{i}",)), range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert hashes == {source_hash(FlashAttention)}
