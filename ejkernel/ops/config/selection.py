@@ -159,6 +159,11 @@ class ConfigSelectorChain:
             served.ask(inv.key)
         try:
             selection = self.select(inv, kernel)
+        except ConfigNotFoundError:
+            for _, served in tiers:
+                # A trace may have gone on without: once there is a config, it must ask again.
+                served.note(inv.key, None)
+            raise
         except BaseException:
             for _, served in tiers:
                 served.forget(inv.key)
@@ -237,6 +242,13 @@ class ConfigSelectorChain:
             return False
         agrees = policy.agree and agreement_here() is not None
         return not agrees or self.joint.known(inv, policy) is None
+
+    def holds(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
+        """Whether `inv` would get more than a guess, or an error, or all processes must be asked."""
+        policy = effective_policy(self)
+        if policy.autotune != "off" or (policy.agree and agreement_here() is not None):
+            return True
+        return any(tier.cfg is not None for tier in self._all_stored(inv, kernel, policy))
 
     def _all_stored(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy

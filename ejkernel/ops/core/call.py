@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
@@ -49,7 +50,9 @@ def bind(
     if jaxpr.effects:
         return fn(*operands)
     consts, closed = _compat.without_consts(jaxpr)
-    params = {"jaxpr": closed, "consts": len(consts), "batching": batching, "name": re.sub(r"\W", "_", name)}
+    # Traced values that the kernel closes over end with their trace; afterwards only the equations know them.
+    params = {"jaxpr": closed, "consts": len(consts), "fixed": any(isinstance(x, Tracer) for x in consts)}
+    params |= {"batching": batching, "name": re.sub(r"\W", "_", name)}
     return _call.bind(*consts, *operands, **params, error=error)
 
 
@@ -76,17 +79,26 @@ def _run(*operands: Any, jaxpr: Any, name: str, error: Exception | None, **_: An
     return _jitted(jaxpr, name)(*operands)
 
 
-def _jvp(primals: Any, tangents: Any, *, consts: int, batching: Batching, **params: Any) -> Any:
-    seen = batching.seen_from_inside(primals[consts:])
-    run = functools.partial(_run, **params) if seen is None else lambda *operands: seen(*operands[consts:])
+def _jvp(primals: Any, tangents: Any, *, consts: int, batching: Batching, fixed: bool, **params: Any) -> Any:
+    equations = functools.partial(_run, **params)
     varies = [type(t) is not ad.Zero for t in tangents]
-
-    def of_varying(*varying: Any) -> Any:
-        rest = iter(varying)
-        return run(*(next(rest) if v else x for x, v in zip(primals, varies, strict=True)))
-
     chosen = lambda values: tuple(x for x, v in zip(values, varies, strict=True) if v)
-    outs, outs_dot = jax.jvp(of_varying, chosen(primals), chosen(tangents))
+
+    def differentiated(run: Callable[..., Any]) -> Any:
+        def of_varying(*varying: Any) -> Any:
+            rest = iter(varying)
+            return run(*(next(rest) if v else x for x, v in zip(primals, varies, strict=True)))
+
+        return jax.jvp(of_varying, chosen(primals), chosen(tangents))
+
+    seen = None if fixed else batching.seen_from_inside(primals[consts:])
+    try:
+        found = differentiated(equations if seen is None else lambda *operands: seen(*operands[consts:]))
+    except NotImplementedError:
+        if seen is None:
+            raise
+        found = differentiated(equations)  # Those of an implementation that can.
+    outs, outs_dot = found
     return outs, [_symbolic(x, t) for x, t in zip(outs, outs_dot, strict=True)]
 
 
@@ -107,15 +119,15 @@ def _transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
 
 
 def _batch(
-    axis: Any, operands: Any, dims: Any, *, consts: int, batching: Batching, **params: Any
+    axis: Any, operands: Any, dims: Any, *, consts: int, batching: Batching, fixed: bool, **params: Any
 ) -> tuple[Sequence[Any], Sequence[int | None]]:
     batch = _compat.Axis.of(axis)
     if all(d is None for d in dims):
-        outs = _call.bind(*operands, consts=consts, batching=batching, **params)
+        outs = _call.bind(*operands, consts=consts, batching=batching, fixed=fixed, **params)
         return outs, (None,) * len(outs)
     # A call made anew would not know that what the kernel closed over is batched.
     closed_over = any(d is not None for d in dims[:consts])
-    outs = None if closed_over else batching.batched(batch, operands[consts:], dims[consts:])
+    outs = None if fixed or closed_over else batching.batched(batch, operands[consts:], dims[consts:])
     if outs is None:
         outs = batch.vmap(functools.partial(_run, **params), dims)(*operands)
     return outs, (0,) * len(outs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -50,6 +51,7 @@ def vmap_with_config(
       cfg: An explicit config; nothing is selected then.
     """
     chosen, kernel = _parties("vmap_with_config", executor, kernel)
+    cfg = copy.deepcopy(cfg)  # The one that was given, whatever becomes of it until the first call.
     axes = {"in_axes": _axes(in_axes), "out_axes": out_axes}
     options = {**axes, "axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
     jax.vmap(_parties, **options)  # Wrong axes are refused here and not at the first call.
@@ -88,6 +90,7 @@ def pmap_with_config(
       cfg: An explicit config.
     """
     chosen, kernel = _parties("pmap_with_config", executor, kernel)
+    cfg = copy.deepcopy(cfg)
     options = {"out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size, "devices": devices}
     jax.pmap(_parties, in_axes=_axes(in_axes), **options)
     key = _Key(("pmap", identity({**options, "in_axes": in_axes}), identity(cfg)))

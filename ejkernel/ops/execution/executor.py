@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import weakref
@@ -110,9 +111,11 @@ class Executor:
         """
         if kwargs and not _SHARDING.isdisjoint(kwargs):
             return self._sharded(kernel, cfg, args, kwargs)
-        if _trace_state.value is not _EAGER and _compat.is_differentiating() and _shows_batch(args, kwargs):
+        if _trace_state.value is not _EAGER and self._differentiates_batch(kernel, cfg, args, kwargs):
             # Once it is differentiated it is too late to choose for the batch, and a jitted call would hide it.
-            return self._run_here(kernel, cfg, args, kwargs)
+            # Unless `prepare` leaves out what is batched: then data is wanted, and there is a way to ask for it below.
+            with contextlib.suppress(InputsWanted):
+                return self._run_here(kernel, cfg, args, kwargs)
         try:
             # By attribute, not by PROGRAMS in __dict__: it is the one line that every call pays for.
             program = kernel._ejkernel_programs[self._key]()[cfg]
@@ -132,7 +135,8 @@ class Executor:
                 pass
         if _shows_batch(args, kwargs):
             # Measured is the batch; what a single call would get is of no interest.
-            return self._run_here(kernel, cfg, args, kwargs)
+            with contextlib.suppress(InputsWanted):
+                return self._run_here(kernel, cfg, args, kwargs)
         return self._pipeline.with_inputs(kernel, args, kwargs, lambda: _call(program, args, kwargs))
 
     def run_mapped(
@@ -288,6 +292,11 @@ class Executor:
             latest = programs.latest()
             kernel = latest if latest is not None and latest.state() == state else kernel
         return self._run_here(kernel, cfg, args, kwargs)
+
+    def _differentiates_batch(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> bool:
+        if not (_compat.is_differentiating() and _shows_batch(args, kwargs)):
+            return False
+        return self._pipeline.batch_matters(Fixed(kernel, cfg), args, kwargs)
 
     def _run_here(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
         outer, tracing.active = tracing.active, True

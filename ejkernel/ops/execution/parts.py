@@ -75,7 +75,10 @@ class Part:
             return None
         part = replace(self, batches=(*self.batches, Batch(axis, tuple(dims))))
         attempt = part._choose(part.batches, None) if self.pinned is None else self.pinned
-        return part.bind(operands, attempt)
+        try:
+            return part.bind(operands, attempt)
+        except NotImplementedError:
+            return None  # The equations are those of an implementation that can.
 
     def _choose(self, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         return self.choose([replace(b, dims=b.dims[self.first :]) for b in batches], data)
@@ -288,6 +291,10 @@ class WholeCall:
         return flat.restore(self._bound(part, operands, attempt))
 
     def _backward_choice(self, forward: Attempt, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
+        # A batch of cotangents alone is none of calls: the forward ran once, with its own config.
+        batches = [batch for batch in batches if any(d is not None for d in batch.dims)]
+        if not batches:
+            return self.pipeline.backward_attempt(self.fixed, forward)
         chosen = self._agreeing(forward, batches, None)
         if BackwardKernel.of(self.fixed.kernel) is None:
             return chosen

@@ -83,12 +83,15 @@ class Pipeline:
         inv = replace(invocation(kernel, args, kwargs), override_cfg=fixed.cfg)
         arrays, statics = arguments.split((args, kwargs))
         call = WholeCall(self, fixed, inv, statics)
-        if (attempt := call.seen(arrays)) is not None:
-            return call.run(attempt, arrays)
-        registry.note_traced(kernel, inv)
-        choose = self._chooser_with_data(inv, args, kwargs)
         reasons: dict[str, str] = {}
         last = None
+        if (attempt := call.seen(arrays)) is not None:
+            try:
+                return call.run(attempt, arrays)
+            except NotImplementedError as error:
+                reasons[attempt.platform], last = str(error) or "not implemented", error
+        registry.note_traced(kernel, inv)
+        choose = self._chooser_with_data(inv, args, kwargs)
         for attempt in self.attempts(inv, reasons, choose):
             try:
                 return call.run(attempt, arrays)
@@ -164,10 +167,7 @@ class Pipeline:
         self, fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch], data: Sequence[Any] | None = None
     ) -> Attempt:
         """The first implementation that may serve a batch of calls like `inv`, with the config chosen for the batch."""
-        kernel, whole = fixed.kernel, replace(inv, override_cfg=fixed.cfg, platform=None)
-        for batch in batches:
-            kernel = BatchedKernel(kernel, batch)
-            whole = kernel.invocation(whole)
+        kernel, whole = _whole(fixed, inv, batches)
         registry.note_traced(kernel, whole)
         choose = self.chooser.choose if data is None else partial(self._choose_on, data)
         reasons: dict[str, str] = {}
@@ -176,6 +176,21 @@ class Pipeline:
             here = replace(inv, platform=attempt.platform)
             return Attempt(here, attempt.platform, run, attempt.cfg, attempt.inv, attempt.error)
         raise dispatch.UnsupportedCallError(whole, reasons)
+
+    def batch_matters(self, fixed: Fixed, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a batch that the arguments show may get more than its single calls do.
+
+        If not, a jitted call is as good, and compiled once.
+        """
+        kernel, holds = fixed.kernel, getattr(self.chooser, "holds", None)
+        if kernel.leading_batch or any(name.startswith("run_batched") for name in dir(kernel)):
+            return True
+        if fixed.cfg is not None or holds is None:
+            return fixed.cfg is None
+        args, kwargs = prepared(kernel, args, kwargs)
+        axes, _ = _compat.visible_batches(arguments.split((args, kwargs))[0])
+        batches = [Batch(axis, tuple(dims)) for axis, dims in axes]
+        return bool(batches) and holds(*reversed(_whole(fixed, invocation(kernel, args, kwargs), batches)))
 
     def _choose_on(self, data: Sequence[Any], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         args, kwargs = arguments.merge(data, arguments.split((inv.args, dict(inv.kwargs)))[1])
@@ -200,6 +215,17 @@ class Pipeline:
             cfg, error = chosen_or_guess(self.chooser.choose, inv, backward)
         platform = dispatch.forced_platform(fixed.kernel, cfg) or forward.platform
         return Attempt(inv, platform, forward.run, cfg, error=error)
+
+
+def _whole(
+    fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch]
+) -> tuple[Kernel[Any, Any], Invocation[Any, Any]]:
+    """The kernel under `batches`, innermost first, and the batch of calls like `inv`."""
+    kernel, whole = fixed.kernel, replace(inv, override_cfg=fixed.cfg, platform=None)
+    for batch in batches:
+        kernel = BatchedKernel(kernel, batch)
+        whole = kernel.invocation(whole)
+    return kernel, whole
 
 
 def chosen_or_guess(

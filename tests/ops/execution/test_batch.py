@@ -1,6 +1,7 @@
 """Batches: one selection, made for the batch, on shapes alone; values and gradients equal those of plain JAX."""
 
 import json
+from dataclasses import dataclass
 
 import jax
 import jax.extend
@@ -23,6 +24,7 @@ from ejkernel.ops import (
     specs_of,
     vmap_with_config,
 )
+from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.execution.batch import BatchArgumentError
 from tests.support import STYLES, CustomVjp, Plain, Residuals, Scale, new_executor, reference_of, true
 
@@ -455,3 +457,140 @@ def test_key_of_the_kernels_own_making_tells_batches_apart():
         vmap_with_config(executor, kernel)(normal(size, 4), normal(size, 4))
         vmap_with_config(executor, kernel)(normal(size, 2), normal(size, 2))
     assert len(keys) == 2
+
+
+# --- What a batch must not change ---
+
+
+@dataclass(frozen=True)
+class Factor:
+    value: float = 1.0
+
+
+class Squared(Kernel[Factor, jax.Array]):
+    """x², whose residuals hold the config: a backward with another one gives another gradient."""
+
+    def run(self, x, *, cfg):
+        return x**2
+
+    def fwd_with_residuals(self, x, *, cfg):
+        return x**2, x * cfg.value
+
+    def vjp(self, residuals, out, dout, x, *, cfg):
+        return (2 * residuals / cfg.value * dout,)
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+
+class PerBatch:
+    """Another config for batches than for single calls."""
+
+    def choose(self, inv, kernel):
+        return Factor(1.0 if inv.batch_axes is None else 2.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_backward_of_batched_cotangents_has_the_forwards_config(wrap):
+    executor, x = Executor(PerBatch()), jnp.arange(1.0, 4.0)
+    call = wrap(lambda x: executor(Squared("squared"), x))
+    np.testing.assert_allclose(jax.jacrev(call)(x), jnp.diag(2 * x))
+    shared = jax.vmap(jax.grad(lambda w, x: (call(x) * w).sum(), argnums=1), (0, None))(jnp.ones((2, 3)), x)
+    np.testing.assert_allclose(shared, jnp.stack([2 * x, 2 * x]))
+
+
+class Weighted(Kernel[Factor, jax.Array]):
+    """Closes over an array that may be traced."""
+
+    def __init__(self, weight):
+        super().__init__("weighted")
+        self.weight = weight
+
+    def run(self, x, *, cfg):
+        return x * self.weight
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+
+def test_kernel_that_closes_over_traced_values_is_batched_by_its_equations():
+    executor, x, w = Executor(), jnp.arange(12.0).reshape(4, 3), jnp.arange(1.0, 4.0)
+    layer = jax.jit(lambda x, w: executor(Weighted(w), x))
+    np.testing.assert_allclose(jax.vmap(layer, (0, None))(x, w), x * w)
+    np.testing.assert_allclose(jax.jit(jax.vmap(layer, (0, None)))(x, w), x * w)
+    grads = jax.vmap(jax.grad(lambda x, w: layer(x, w).sum()), (0, None))(x, w)
+    np.testing.assert_allclose(grads, jnp.broadcast_to(w, x.shape))
+
+
+class FallsBack(Kernel[Factor, jax.Array]):
+    def run_xla(self, x, *, cfg):
+        raise NotImplementedError("not for this one")
+
+    def run(self, x, *, cfg):
+        return x * 2
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+
+def test_implementation_that_gives_up_is_passed_over_in_a_batch_too():
+    executor, kernel, x = Executor(), FallsBack("falls_back"), jnp.ones((4, 3))
+    call = lambda x: executor(kernel, x)
+    for mapped in (
+        jax.vmap(call),
+        jax.vmap(jax.jit(call)),
+        jax.jit(jax.vmap(call)),
+        vmap_with_config(executor, kernel),
+    ):
+        np.testing.assert_allclose(mapped(x), 2 * x)
+    np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: call(x).sum()))(x), 2 * jnp.ones_like(x))
+
+
+def test_eager_gradients_of_a_batch_are_compiled_once(caplog):
+    executor, kernel, x = Executor(), Squared("squared"), jnp.ones((4, 3))
+    run = lambda: jax.vmap(jax.grad(lambda x: executor(kernel, x).sum()))(x)
+    run()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        run()
+    assert "Compiling" not in caplog.text
+
+
+def test_config_is_the_one_that_was_given_to_vmap_with_config():
+    @dataclass
+    class Mutable:
+        value: float = 2.0
+
+        def __hash__(self):
+            return hash(self.value)
+
+    class Times(Kernel[Mutable, jax.Array]):
+        def run(self, x, *, cfg):
+            return x * cfg.value
+
+        def heuristic_cfg(self, inv):
+            return Mutable(1.0)
+
+    executor, kernel, cfg = Executor(), Times("times"), Mutable(2.0)
+    mapped = vmap_with_config(executor, kernel, cfg=cfg)
+    cfg.value = 5.0
+    np.testing.assert_allclose(mapped(jnp.ones((2, 3))), 2 * jnp.ones((2, 3)))
+    np.testing.assert_allclose(vmap_with_config(executor, kernel, cfg=Mutable(2.0))(jnp.ones((2, 3)))[0, 0], 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_config_that_is_stored_after_a_miss_serves_the_next_call(wrap):
+    executor, x = Executor(ConfigSelectorChain(autotune="frozen")), jnp.ones(3)
+
+    class Times(Kernel[Factor, jax.Array]):
+        def run(self, x, *, cfg):
+            return x * cfg.value
+
+        def heuristic_cfg(self, inv):
+            return Factor()
+
+    kernel = Times("times")
+    call = wrap(lambda x: executor(kernel, x))
+    with pytest.raises(ConfigNotFoundError):
+        call(x)
+    executor.chooser.cache.put(*executor.explain(kernel, x).key, Factor(3.0))
+    np.testing.assert_allclose(call(x), 3 * x)
