@@ -7,11 +7,12 @@ answer that is inserted counts, whoever gave it: late ones follow.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +62,15 @@ class Agreement:
     _asked: int = 0
     _absent: set[int] = field(default_factory=set)
     _owners: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    _ordinals: Iterator[int] = field(default_factory=itertools.count)
 
     def ordinal(self, owner: Any) -> int:
         """The number of an object in the order in which they first asked: its name in all processes."""
         with self.lock:
-            return self._owners.setdefault(owner, len(self._owners))
+            if owner not in self._owners:
+                # Counted, not the number of those that live: they are collected at another time in each process.
+                self._owners[owner] = next(self._ordinals)
+            return self._owners[owner]
 
     def ask(self, data: Data, mine: Any, timeout_s: float) -> Question:
         """Posts a question with what this process holds, and collects the posts of the others.

@@ -76,6 +76,21 @@ def test_other_order_is_an_error_everywhere_that_shows_the_first_difference(tmp_
         assert each["took"] < 30
 
 
+def test_collected_selectors_do_not_change_the_names_of_new_ones(tmp_path):
+    script = """
+    import gc
+    gc.disable()
+    def one(n):
+        return choices(Executor(ConfigSelectorChain(policy=AutotunePolicy(agree_s=30))), Plain(), [n])
+    got = one(1)
+    if index == 0:
+        gc.collect()
+    tell(got=got + one(2))
+    time.sleep(1)
+    """
+    assert [each["got"] for each in processes.told(processes.start(script, 2, tmp_path))] == [[1, 1], [1, 1]]
+
+
 def test_killed_process_costs_the_others_one_wait_and_the_guess(tmp_path):
     script = """
     policy = AutotunePolicy(autotune="on", agree_s=4)
