@@ -31,8 +31,6 @@ class _Agreed(NamedTuple):
     cfg: Any
     tier: str
     note: str
-    held: Any
-    """What the memory of this process held then; another config in it since asks anew."""
 
 
 class JointSelection:
@@ -43,12 +41,8 @@ class JointSelection:
         self._agreed: dict[tuple[tuple[str, str, str], AutotunePolicy], _Agreed] = {}
 
     def known(self, inv: Inv, policy: AutotunePolicy) -> _Agreed | None:
-        """The choice that was made for a call, unless its config was changed here since."""
-        found = self._agreed.get((inv.key, policy))
-        held = self._selector.cache.get(*inv.key)
-        if found is None or held is None or any(context.same_cfg(held, cfg) for cfg in (found.cfg, found.held)):
-            return found
-        return None
+        """The choice that was made for a call; what this process has found alone since does not count."""
+        return self._agreed.get((inv.key, policy))
 
     def choose(self, agreement: Agreement, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> _Agreed:
         """The config that all processes run `inv` with.
@@ -80,6 +74,8 @@ class JointSelection:
             decide = lambda: self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
             answer = agreement.answer(question, decide, _GUESS, policy.agree_s)
             agreed = self._take(agreement, question, inv, kernel, answer)
+            if answer["measured"]:
+                self._agreed = {place: choice for place, choice in self._agreed.items() if place[0] != inv.key}
         return tuning if context.same_cfg(tuning.cfg, agreed.cfg) else replace(tuning, cfg=agreed.cfg)
 
     # --- Asking ---
@@ -153,7 +149,7 @@ class JointSelection:
         if answer["measured"]:
             self._selector.adopt(inv, cfg)
         note = f"agreed by {agreement.count} processes, decided by process {question.decider(agreement.count)}"
-        return _Agreed(cfg, answer["tier"], note, self._selector.cache.get(*inv.key))
+        return _Agreed(cfg, answer["tier"], note)
 
 
 def _is_shared(kernel: AnyKernel, policy: AutotunePolicy) -> bool:

@@ -142,16 +142,34 @@ def test_error_of_the_decider_is_an_error_of_all(tmp_path):
     assert all("frozen" in each["text"] and each["took"] < 30 for each in found)
 
 
-def test_config_put_in_all_processes_is_agreed_on_anew_and_reaches_jitted_code(tmp_path):
+def test_tuning_in_all_processes_is_agreed_on_anew_and_reaches_jitted_code(tmp_path):
     script = """
     executor = Executor(ConfigSelectorChain())
     kernel, x = Plain(), jnp.ones(4)
     call = jax.jit(lambda x: executor(kernel, x, x))
     before = float(call(x)[0])
-    executor.chooser.cache.put(*executor.explain(kernel, x, x).key, Scale(3))
+    autotune(kernel, x, x, selector=executor.chooser, tuner=Prefers(3))
     tell(ratio=float(call(x)[0]) / before)
     """
     assert all(each["ratio"] == pytest.approx(3) for each in processes.told(processes.start(script, 2, tmp_path)))
+
+
+def test_what_one_process_tunes_alone_does_not_change_what_all_have_agreed_on(tmp_path):
+    script = """
+    executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(agree_s=30)))
+    kernel, x = Plain(), jnp.ones((2, 4))
+    call = jax.jit(lambda x: executor(kernel, x, x))
+    before = float(call(x)[0, 0])
+    alone = None
+    if index == 0:
+        with policy_override(agree=False, autotune="on"):
+            alone = autotune(kernel, x, x, selector=executor.chooser, tuner=Prefers(9)).factor
+    tell(ratio=float(call(x)[0, 0]) / before, got=choices(executor, kernel, [2, 3, 4]), alone=alone)
+    time.sleep(1)
+    """
+    found = processes.told(processes.start(script, 2, tmp_path))
+    assert [each["alone"] for each in found] == [9, None]
+    assert all(each["ratio"] == 1 and each["got"] == [1, 1, 1] for each in found)
 
 
 def test_what_one_process_does_alone_needs_no_agreement(tmp_path):
