@@ -10,6 +10,7 @@ from ejkernel.ops.config import context
 from ejkernel.ops.config.agreement import Agreement, Data, Question
 from ejkernel.ops.config.asking import heuristic
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
+from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import classes
 from ejkernel.ops.utils.serialize import ConfigEncodeError, decode_cfg, encode_cfg
@@ -31,6 +32,8 @@ class _Agreed(NamedTuple):
     cfg: Any
     tier: str
     note: str
+    missing: str = ""
+    """Why there is no config, if the policy wants a stored one."""
 
 
 class JointSelection:
@@ -48,9 +51,16 @@ class JointSelection:
         """The config that all processes run `inv` with.
 
         Raises:
+          ConfigNotFoundError: The policy is `frozen` and nothing is stored; in every process alike.
           KeySequenceError: Another process asks for something else.
           DecisionError: The process that decides could not.
         """
+        agreed = self.known(inv, policy) or self._choose(agreement, inv, kernel, policy)
+        if agreed.missing:
+            raise ConfigNotFoundError(agreed.missing)
+        return agreed
+
+    def _choose(self, agreement: Agreement, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> _Agreed:
         # Questions are numbered: the threads of a process ask one after the other.
         with agreement.lock:
             if (known := self.known(inv, policy)) is not None:
@@ -120,7 +130,11 @@ class JointSelection:
             return self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
         # What is measured may call other kernels, and nobody else does so now.
         with policy_override(agree=False):
-            answer = self._selector.on_miss(inv, kernel, policy)
+            try:
+                answer = self._selector.on_miss(inv, kernel, policy)
+            except ConfigNotFoundError as error:
+                # An answer like any other: callers go on where they can do without.
+                return {**_GUESS, "tier": "frozen", "missing": str(error)}
         return self._encoded(answer.name, answer.cfg, measured=answer.name == "autotune")
 
     def _helps(self, agreement: Agreement, question: Question, kernel: AnyKernel, policy: AutotunePolicy) -> bool:
@@ -140,6 +154,9 @@ class JointSelection:
 
     def _take(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, answer: Data) -> _Agreed:
         """The answer as this process uses it; what was measured goes into its memory, wherever it was measured."""
+        note = f"agreed by {agreement.count} processes, decided by process {question.decider(agreement.count)}"
+        if "missing" in answer:
+            return _Agreed(None, answer["tier"], note, answer["missing"])
         guess = heuristic(inv, kernel)
         if answer["cfg"] is None:
             cfg = guess
@@ -148,7 +165,6 @@ class JointSelection:
             cfg = decode_cfg(answer["cfg"], kernel.cfg_type)
         if answer["measured"]:
             self._selector.adopt(inv, cfg)
-        note = f"agreed by {agreement.count} processes, decided by process {question.decider(agreement.count)}"
         return _Agreed(cfg, answer["tier"], note)
 
 

@@ -129,17 +129,57 @@ def test_slow_decider_follows_the_guess_that_the_others_took(tmp_path):
 
 def test_error_of_the_decider_is_an_error_of_all(tmp_path):
     script = """
-    executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="frozen", agree_s=30)))
+    class Fails:
+        def autotune(self, *call):
+            raise RuntimeError("broken clock")
+    policy = AutotunePolicy(autotune="on", agree_s=30)
+    executor = Executor(ConfigSelectorChain(policy=policy, tuner=Fails()))
     start = time.monotonic()
     try:
         choices(executor, Plain(), [1])
-    except EjkernelError as error:
+    except RuntimeError as error:
         tell(kind=type(error).__name__, text=str(error), took=time.monotonic() - start)
         time.sleep(2)
     """
     found = processes.told(processes.start(script, 2, tmp_path))
-    assert sorted(each["kind"] for each in found) == ["ConfigNotFoundError", "DecisionError"]
-    assert all("frozen" in each["text"] and each["took"] < 30 for each in found)
+    assert sorted(each["kind"] for each in found) == ["DecisionError", "RuntimeError"]
+    assert all("broken clock" in each["text"] and each["took"] < 30 for each in found)
+
+
+def test_config_that_nobody_has_stored_is_missing_in_every_process_alike(tmp_path):
+    script = """
+    from ejkernel.ops.config.selection import ConfigNotFoundError
+    executor, texts = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="frozen", agree_s=30))), []
+    for n in (1, 1, 2):
+        try:
+            choices(executor, Plain(), [n])
+        except ConfigNotFoundError as error:
+            texts.append(str(error))
+    tell(texts=texts)
+    time.sleep(1)
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a == b
+    assert len(a["texts"]) == 3
+    assert all("frozen" in text for text in a["texts"])
+
+
+def test_frozen_batch_whose_single_call_is_not_stored_runs_in_every_process(tmp_path):
+    script = """
+    executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="frozen", agree_s=30)))
+    seen, x = [], jnp.ones((4, 2, 4))
+    class Seeing:
+        def choose(self, inv, kernel):
+            seen.append(inv)
+            return Scale(1)
+    batched = lambda executor: jax.vmap(jax.jit(lambda x: executor(Plain(), x, x)))(x)
+    before = batched(Executor(Seeing()))
+    (batch,) = {inv.key for inv in seen if inv.batch_axes is not None}
+    executor.chooser.cache.put(*batch, Scale(7))
+    tell(ratio=float(jnp.mean(batched(executor) / before)))
+    time.sleep(1)
+    """
+    assert [each["ratio"] for each in processes.told(processes.start(script, 2, tmp_path))] == [pytest.approx(7)] * 2
 
 
 def test_tuning_in_all_processes_is_agreed_on_anew_and_reaches_jitted_code(tmp_path):
