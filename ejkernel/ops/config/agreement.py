@@ -86,6 +86,10 @@ class Agreement:
                 raise KeySequenceError(_diff(number, self.index, data, process, post["question"]))
         return Question(number, data, {process: post["holds"] for process, post in posts.items()})
 
+    def decides(self, question: Question) -> bool:
+        """Whether this process is the one that answers."""
+        return question.decider(self.count) == self.index
+
     def answer(self, question: Question, decide: Callable[[], Data], fallback: Data, timeout_s: float) -> Data:
         """What counts for all: the decider's `decide()`, or `fallback` if it does not come in time.
 
@@ -93,12 +97,13 @@ class Agreement:
           DecisionError: The decider's `decide` raised.
         """
         place, decider = f"{question.number}/answer", question.decider(self.count)
-        if decider == self.index:
+        if self.decides(question):
             try:
                 found = self.insert(place, decide())
             except BaseException as error:
-                self.insert(place, {"error": f"{type(error).__name__}: {error}"})
-                raise
+                found = self.insert(place, {"error": f"{type(error).__name__}: {error}"})
+                if "error" in found or not isinstance(error, Exception):
+                    raise
         else:
             found = self.read(place, self.patience(decider, timeout_s))
             if found is None:

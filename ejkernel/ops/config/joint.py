@@ -69,23 +69,45 @@ class JointSelection:
             question = agreement.ask(self._question("choose", agreement, inv, policy), held, policy.agree_s)
             decide = lambda: self._decide(agreement, question, inv, kernel, policy)
             if self._helps(agreement, question, kernel, policy):
-                self._measure(agreement, question, inv, kernel)
+                try:
+                    self._measure(agreement, question, inv, kernel)
+                except Exception as error:  # noqa: BLE001 - the others go on, and this process with them.
+                    text = f"{inv.op_id}: this process could not help to tune: {type(error).__name__}: {error}"
+                    warnings.warn(text, JointTuningWarning, 2)
             answer = agreement.answer(question, decide, _GUESS, policy.agree_s)
             agreed = self._take(agreement, question, inv, kernel, answer)
             self._agreed[inv.key, policy] = agreed
             return agreed
 
     def tune(self, agreement: Agreement, inv: Inv, kernel: AnyKernel, tuner: Any) -> Any:
-        """Measures in every process; the outcome of the one that decides counts for all."""
+        """Measures in every process; the outcome of the one that decides counts for all.
+
+        Raises:
+          DecisionError: The process that decides could not measure. If another one could not, only it raises.
+        """
         policy = self._selector.effective_policy()
         with agreement.lock:
             question = agreement.ask(self._question("tune", agreement, inv, policy), None, policy.agree_s)
-            tuning = self._measure(agreement, question, inv, kernel, tuner)
-            decide = lambda: self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
+            tuning, failure = None, None
+            try:
+                tuning = self._measure(agreement, question, inv, kernel, tuner)
+            except BaseException as error:
+                if not (agreement.decides(question) or isinstance(error, Exception)):
+                    raise
+                failure = error
+
+            def decide() -> Data:
+                if failure is not None:
+                    raise failure
+                return self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
+
             answer = agreement.answer(question, decide, _GUESS, policy.agree_s)
             agreed = self._take(agreement, question, inv, kernel, answer)
             if answer["measured"]:
                 self._agreed = {place: choice for place, choice in self._agreed.items() if place[0] != inv.key}
+        if failure is not None:
+            # Only now: the others have an answer, and this process knows it too.
+            raise failure
         return tuning if context.same_cfg(tuning.cfg, agreed.cfg) else replace(tuning, cfg=agreed.cfg)
 
     # --- Asking ---
@@ -139,7 +161,7 @@ class JointSelection:
 
     def _helps(self, agreement: Agreement, question: Question, kernel: AnyKernel, policy: AutotunePolicy) -> bool:
         """Whether this process takes part in a tuning that another one decides."""
-        if not _is_shared(kernel, policy) or question.decider(agreement.count) == agreement.index:
+        if not _is_shared(kernel, policy) or agreement.decides(question):
             return False
         decider = question.decider(agreement.count)
         plan = agreement.read(f"{question.number}/plan", agreement.patience(decider, policy.agree_s))
@@ -147,10 +169,9 @@ class JointSelection:
 
     def _measure(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, tuner: Any = None) -> Any:
         policy = self._selector.effective_policy()
-        decides = question.decider(agreement.count) == agreement.index
         share = self._selector.shared_tuner(tuner, kernel, policy, agreement, question)
         with policy_override(agree=False):
-            return self._selector.measured(inv, kernel, share, persist=decides)
+            return self._selector.measured(inv, kernel, share, persist=agreement.decides(question))
 
     def _take(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, answer: Data) -> _Agreed:
         """The answer as this process uses it; what was measured goes into its memory, wherever it was measured."""

@@ -59,7 +59,11 @@ class Place:
         # In a list: no value at all means that a process has not come.
         self.agreement.insert(f"{self.name}/{step}/{self.agreement.index}", [value])
         others = self.agreement.gather(f"{self.name}/{step}", self.timeout_s)
-        return {self.agreement.index: value, **{process: found[0] for process, found in others.items()}}
+        return {self.agreement.index: value, **{process: found[0] for process, found in others.items() if found}}
+
+    def leave(self, step: str) -> None:
+        """Tells those who wait at a step that this process will not come."""
+        self.agreement.insert(f"{self.name}/{step}/{self.agreement.index}", [])
 
 
 # --- Candidates spread over the processes ---
@@ -78,7 +82,11 @@ class ShardedTuner:
         agreement, what = self.place.agreement, outline(inv, kernel)
         listed = list(itertools.islice(search.Space.of(what.space, what.guess), MAX_LISTED))
         share = lambda process: listed[process :: agreement.count]
-        mine = self._race(inv, kernel, what, share(agreement.index))
+        try:
+            mine = self._race(inv, kernel, what, share(agreement.index))
+        except BaseException:
+            self.place.leave("share")
+            raise
         winners = self._winners(kernel, mine)
         if agreement.index != self.decider:
             return mine

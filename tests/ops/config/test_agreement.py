@@ -236,6 +236,35 @@ def test_explicit_tuning_in_every_process_ends_with_one_config(tmp_path):
     assert a["chosen"] == [a["tuned"]]
 
 
+def test_explicit_tuning_that_fails_for_the_decider_fails_at_once_for_all_and_else_only_there(tmp_path):
+    script = """
+    class Fails:
+        def __init__(self, where): self.where = where
+        def autotune(self, *call):
+            if index == self.where: raise RuntimeError("out of memory here")
+            return Scale(4)
+    selector = ConfigSelectorChain(policy=AutotunePolicy(agree_s=40))
+    executor, got, start = Executor(selector), [], time.monotonic()
+    before = choices(executor, Plain(), [1, 2, 3, 4])
+    for n in (1, 2, 3, 4):
+        x = jnp.ones((n, 4))
+        try:
+            got.append(autotune(Plain(), x, x, selector=selector, tuner=Fails(n % 2)).factor)
+        except RuntimeError as error:
+            got.append([type(error).__name__, "out of memory here" in str(error)])
+    took = time.monotonic() - start
+    tell(got=got, after=choices(executor, Plain(), [1, 2, 3, 4]), took=took)
+    time.sleep(1)
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a["after"] == b["after"]
+    failed = ["RuntimeError", True]
+    for where, here, after in zip((1, 0, 1, 0), zip(a["got"], b["got"], strict=True), a["after"], strict=True):
+        assert here[where] == failed
+        assert here[1 - where] == (4 if after == 4 else ["DecisionError", True])
+    assert max(a["took"], b["took"]) < 40
+
+
 def test_alone_nothing_is_asked(monkeypatch):
     from ejkernel.ops.config import agreement
 

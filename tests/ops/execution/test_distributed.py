@@ -46,6 +46,31 @@ def test_sharded_tuning_finds_the_winner_of_a_single_process(tmp_path):
     assert {n for each in found for n in each["timed"]} == set(range(12))
 
 
+def test_process_that_fails_in_a_sharded_tuning_is_not_waited_for(tmp_path):
+    script = """
+    import warnings
+    warnings.simplefilter("ignore")
+    tune, got, start = Autotuner.tune, [], time.monotonic()
+    def failing(tuner, inv, kernel, **options):
+        if "configs" in options and index == inv.args[0].shape[0] % 2:
+            raise RuntimeError("out of memory here")
+        return tune(tuner, inv, kernel, **options)
+    Autotuner.tune = failing
+    executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="on", sharded=True, agree_s=60)))
+    for n in (1, 2, 3, 4):
+        try:
+            got.append(executor.choose_config(Sim(), jnp.ones((n, 4))).n)
+        except RuntimeError:
+            got.append("failed")
+    tell(got=got, took=time.monotonic() - start)
+    time.sleep(1)
+    """
+    a, b = processes.told(processes.start(SHARDED + textwrap.dedent(script), 2, tmp_path))
+    assert a["got"] == b["got"]
+    assert set(a["got"]) <= {8, "failed"}, "the decider's failure is everybody's, another's share is the decider's"
+    assert max(a["took"], b["took"]) < 60
+
+
 COLLECTIVE = """
 from dataclasses import dataclass
 from jax.sharding import PartitionSpec as P
