@@ -124,14 +124,19 @@ class TogetherTuner:
         # A budget ends at another candidate in each process, and so would they.
         effort = replace(self.tuner.effort(), budget_s=None)
 
+        steps = Steps(self.place)
+
         def run(stop: threading.Event) -> Tuning:
-            bench = lambda: TogetherBench(self._bench(inv, kernel), self.place)
+            bench = lambda: TogetherBench(self._bench(inv, kernel), steps)
             return Session(effort, what, bench, History(), threading.Event()).run()
 
         try:
             return self.tuner.outside(run)
         except PeerLostError:
             return _unmeasured(what)
+        except BaseException:
+            steps.leave()
+            raise
 
     def _bench(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Bench:
         return self.tuner.bench(from_call(inv, kernel), timer=CountedClock())
@@ -153,13 +158,48 @@ class CountedClock:
         return time.perf_counter() - start
 
 
+class Steps:
+    """What all processes do together, or none: nobody may run what communicates when another one has given up."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._done = 0
+
+    def together(self, value: Any) -> list[Any]:
+        """The values of all processes.
+
+        Raises:
+          PeerLostError: One did not come in time; raised in every process, also in those that come later.
+        """
+        everybody, step = range(self._place.agreement.count), self._step()
+        found = self._place.exchange(step, value)
+        # The first verdict counts: who waited too long and who saw all come may both be right.
+        verdict = self._place.agreement.insert(f"{self._place.name}/{step}/verdict", _lost(found, everybody))
+        if verdict:
+            raise PeerLostError(f"processes {verdict} have left the tuning.")
+        if _lost(found, everybody):
+            found = self._place.exchange(step, value)  # All have come, says the one that has seen them.
+        self._done += 1
+        return [found[process] for process in everybody]
+
+    def leave(self) -> None:
+        """Ends the tuning for all, at the step that they wait at."""
+        self._place.leave(self._step())
+
+    def _step(self) -> str:
+        return f"bench/{self._done}"
+
+
+def _lost(found: dict[int, Any], everybody: Sequence[int]) -> list[int]:
+    return [process for process in everybody if process not in found]
+
+
 class TogetherBench:
     """A bench whose every answer is that of all processes: the longest time, and a failure if anyone had one."""
 
-    def __init__(self, bench: Bench, place: Place) -> None:
+    def __init__(self, bench: Bench, steps: Steps) -> None:
         self._bench = bench
-        self._place = place
-        self._steps = itertools.count()
+        self._all = steps.together
         self.timer = bench.timer
         self.forget = bench.forget
         self.close = bench.close
@@ -186,13 +226,6 @@ class TogetherBench:
         found = self._all([_as_data(mine[number]) for number in order])
         together = zip(order, zip(*found, strict=True), strict=True)
         return {number: _any_rejected(everywhere) or max(everywhere) for number, everywhere in together}
-
-    def _all(self, value: Any) -> list[Any]:
-        found = self._place.exchange(f"bench/{next(self._steps)}", value)
-        if len(found) < self._place.agreement.count:
-            lost = sorted(set(range(self._place.agreement.count)) - set(found))
-            raise PeerLostError(f"processes {lost} have left the tuning.")
-        return [found[process] for process in sorted(found)]
 
 
 def _as_data(result: Built | Rejected | float | None) -> Any:

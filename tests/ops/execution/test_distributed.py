@@ -116,3 +116,50 @@ def test_kernel_that_communicates_is_measured_by_all_and_fails_if_it_fails_anywh
     found = processes.told(processes.start(COLLECTIVE + textwrap.dedent(script), 2, tmp_path))
     assert [each["cfg"] for each in found] == [2, 2]
     assert all(each["out"] == [1.0] for each in found)
+
+
+def test_process_that_was_given_up_runs_nothing_that_communicates_with_the_program(tmp_path):
+    script = """
+    class Late(Mean):
+        def run(self, x, *, cfg, axis):
+            if cfg.n == 2 and index == late:
+                time.sleep(5)  # A slow compiler on one host.
+            return jax.lax.pmean(x, axis)
+    policy = AutotunePolicy(autotune="on", agree_s=2)
+    got, cfgs = [], []
+    for late in (0, 1):
+        selector = ConfigSelectorChain(policy=policy)
+        x = jax.make_array_from_callback((4 + 4 * late,), jax.NamedSharding(mesh, P("d")), lambda i: 3.0 * jnp.ones(2 + 2 * late))
+        out = Executor(selector)(Late(), x, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis="d")
+        got.append([float(s.data[0]) for s in out.addressable_shards])
+        cfgs.append(len(list(selector.cache)))
+    tell(got=got, measured=cfgs)
+    time.sleep(1)
+    """
+    for each in processes.told(processes.start(COLLECTIVE + textwrap.dedent(script), 2, tmp_path)):
+        assert each == {"got": [[3.0], [3.0]], "measured": [0, 0]}
+
+
+def test_process_that_fails_in_a_tuning_by_all_ends_it_at_once(tmp_path):
+    script = """
+    import warnings
+    warnings.simplefilter("ignore")
+    def broken(bench, number):
+        raise MemoryError("here only")
+    if index == 1:
+        Bench.set_truth = broken
+    executor, start = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="on", agree_s=60))), time.monotonic()
+    x = jax.make_array_from_callback((4,), jax.NamedSharding(mesh, P("d")), lambda i: jnp.ones(2))
+    class Local(Mean):
+        def run(self, x, *, cfg, axis):
+            return x * cfg.n / cfg.n
+    try:
+        executor(Local(), x, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis="d")
+        tell(kind="", took=time.monotonic() - start)
+    except Exception as error:
+        tell(kind=type(error).__name__, took=time.monotonic() - start)
+    time.sleep(1)
+    """
+    a, b = processes.told(processes.start(COLLECTIVE + textwrap.dedent(script), 2, tmp_path))
+    assert (a["kind"], b["kind"]) in [("", ""), ("DecisionError", "MemoryError")]
+    assert max(a["took"], b["took"]) < 60
