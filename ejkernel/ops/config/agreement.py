@@ -60,7 +60,8 @@ class Agreement:
     count: int
     lock: threading.RLock = field(default_factory=threading.RLock)
     _asked: int = 0
-    _absent: set[int] = field(default_factory=set)
+    _missed: dict[int, int] = field(default_factory=dict)
+    """The first question that a process did not come to, for those that did not."""
     _owners: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
     _ordinals: Iterator[int] = field(default_factory=itertools.count)
 
@@ -76,25 +77,33 @@ class Agreement:
         """Posts a question with what this process holds, and collects the posts of the others.
 
         Raises:
-          KeySequenceError: Another process asks something else.
+          KeySequenceError: A process asks something else, or has done so before and come no more.
         """
         number, self._asked = self._asked, self._asked + 1
         self.insert(f"{number}/post/{self.index}", {"question": data, "holds": mine})
         posts = {self.index: {"question": data, "holds": mine}, **self.gather(f"{number}/post", timeout_s)}
         for process, post in sorted(posts.items()):
             if post["question"] != data:
-                raise KeySequenceError(_diff(number, self.index, data, process, post["question"]))
+                text = _diff(number, self.index, data, process, post["question"])
+                # For those that have not seen both questions, now or when they wait for this process in vain.
+                self.insert(f"{number}/answer", {"diverged": text})
+                self.insert("diverged", text)
+                raise KeySequenceError(text)
+        self._note_missed(number, posts)
         return Question(number, data, {process: post["holds"] for process, post in posts.items()})
 
     def decides(self, question: Question) -> bool:
         """Whether this process is the one that answers."""
         return question.decider(self.count) == self.index
 
-    def answer(self, question: Question, decide: Callable[[], Data], fallback: Data, timeout_s: float) -> Data:
-        """What counts for all: the decider's `decide()`, or `fallback` if it does not come in time.
+    def answer(
+        self, question: Question, decide: Callable[[], Data], fallback: Callable[[], Data], timeout_s: float
+    ) -> Data:
+        """What counts for all: the decider's `decide()`, or a `fallback()` if it does not come in time.
 
         Raises:
           DecisionError: The decider's `decide` raised.
+          KeySequenceError: Another process has seen that questions differ.
         """
         place, decider = f"{question.number}/answer", question.decider(self.count)
         if self.decides(question):
@@ -107,7 +116,9 @@ class Agreement:
         else:
             found = self.read(place, self.patience(decider, timeout_s))
             if found is None:
-                found = self.insert(place, fallback)
+                found = self.insert(place, fallback())
+        if "diverged" in found:
+            raise KeySequenceError(found["diverged"])
         if "error" in found:
             raise DecisionError(f"process {decider}, which decides, failed: {found['error']}")
         return found
@@ -128,26 +139,33 @@ class Agreement:
         return None if text is None else json.loads(text)
 
     def gather(self, place: str, timeout_s: float) -> dict[int, Any]:
-        """What the other processes insert at `place/<process>` within the time; who does not come counts as absent."""
+        """What the other processes insert at `place/<process>` within the time."""
         deadline = time.monotonic() + timeout_s
         found: dict[int, Any] = {}
         for process in (p for p in range(self.count) if p != self.index):
             value = self.read(f"{place}/{process}", self.patience(process, deadline - time.monotonic()))
-            if value is None:
-                self._absent.add(process)
-            else:
-                self._absent.discard(process)
+            if value is not None:
                 found[process] = value
         return found
 
     def patience(self, process: int, timeout_s: float) -> float:
-        """Nobody is waited for twice for long: one that is gone would cost the whole time at every call."""
-        return min(max(timeout_s, 0.0), _GRACE_S if process in self._absent else timeout_s)
+        """Little for one that has not come yet to where it was missed: if it is gone, no call should wait for it."""
+        missed = self._missed.get(process)
+        if missed is not None and self.read(f"{missed}/post/{process}", 0.0) is not None:
+            del self._missed[process]  # It was only late.
+            missed = None
+        return min(max(timeout_s, 0.0), timeout_s if missed is None else _GRACE_S)
+
+    def _note_missed(self, number: int, posts: Mapping[int, Any]) -> None:
+        missed = set(range(self.count)) - posts.keys()
+        self._missed = {process: self._missed.get(process, number) for process in missed}
+        if missed and (text := self.read("diverged", 0.0)) is not None:
+            raise KeySequenceError(text)
 
 
 _PREFIX = "ejkernel/agreement/"
 _GRACE_S = 0.25
-"""For one that was late before: it may be only a little behind now."""
+"""For one that was missed: it may be only a little behind now."""
 
 _lock = threading.Lock()
 _current: Agreement | None = None

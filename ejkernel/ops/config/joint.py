@@ -74,7 +74,8 @@ class JointSelection:
                 except Exception as error:  # noqa: BLE001 - the others go on, and this process with them.
                     text = f"{inv.op_id}: this process could not help to tune: {type(error).__name__}: {error}"
                     warnings.warn(text, JointTuningWarning, 2)
-            answer = agreement.answer(question, decide, _GUESS, policy.agree_s)
+            fallback = lambda: self._fallback(question, inv, kernel, policy)
+            answer = agreement.answer(question, decide, fallback, policy.agree_s)
             agreed = self._take(agreement, question, inv, kernel, answer)
             self._agreed[inv.key, policy] = agreed
             return agreed
@@ -88,7 +89,8 @@ class JointSelection:
         policy = self._selector.effective_policy()
         with agreement.lock:
             question = agreement.ask(self._question("tune", agreement, inv, policy), None, policy.agree_s)
-            tuning, failure = None, None
+            tuning: Any = None
+            failure: BaseException | None = None
             try:
                 tuning = self._measure(agreement, question, inv, kernel, tuner)
             except BaseException as error:
@@ -101,7 +103,7 @@ class JointSelection:
                     raise failure
                 return self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
 
-            answer = agreement.answer(question, decide, _GUESS, policy.agree_s)
+            answer = agreement.answer(question, decide, lambda: _GUESS, policy.agree_s)
             agreed = self._take(agreement, question, inv, kernel, answer)
             if answer["measured"]:
                 self._agreed = {place: choice for place, choice in self._agreed.items() if place[0] != inv.key}
@@ -141,8 +143,7 @@ class JointSelection:
     def _decide(
         self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy
     ) -> Data:
-        mine = [question.posts[agreement.index]]
-        holds = next((held for held in mine + [h for _, h in sorted(question.posts.items())] if held), None)
+        holds = question.posts[agreement.index] or _first_held(question)
         if _is_shared(kernel, policy):
             agreement.insert(f"{question.number}/plan", {"tune": holds is None})
         if holds is not None:
@@ -150,6 +151,15 @@ class JointSelection:
         if _is_shared(kernel, policy):
             tuning = self._measure(agreement, question, inv, kernel)
             return self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
+        return self._on_miss(inv, kernel, policy)
+
+    def _fallback(self, question: Question, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Data:
+        """What to do without the decider: nothing that takes long, the others do not wait."""
+        if (holds := _first_held(question)) is not None:
+            return holds
+        return self._on_miss(inv, kernel, policy) if policy.autotune == "frozen" else _GUESS
+
+    def _on_miss(self, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Data:
         # What is measured may call other kernels, and nobody else does so now.
         with policy_override(agree=False):
             try:
@@ -187,6 +197,10 @@ class JointSelection:
         if answer["measured"]:
             self._selector.adopt(inv, cfg)
         return _Agreed(cfg, answer["tier"], note)
+
+
+def _first_held(question: Question) -> Data | None:
+    return next((held for _, held in sorted(question.posts.items()) if held), None)
 
 
 def _is_shared(kernel: AnyKernel, policy: AutotunePolicy) -> bool:

@@ -127,6 +127,67 @@ def test_slow_decider_follows_the_guess_that_the_others_took(tmp_path):
     assert [each["got"] for each in processes.told(processes.start(script, 2, tmp_path))] == [[1], [1]]
 
 
+def test_stored_configs_serve_when_the_decider_is_late_and_frozen_never_guesses(tmp_path):
+    script = """
+    from ejkernel.ops.config.selection import ConfigNotFoundError
+    executor, got = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="frozen", agree_s=2))), []
+    for n in range(1, 6):
+        x = jnp.ones((n, 4))
+        executor.chooser.cache.put(*executor.explain(Plain(), x, x).key, Scale(7))
+    time.sleep(5 * index)
+    for n in range(1, 9):
+        try:
+            got += choices(executor, Plain(), [n])
+        except ConfigNotFoundError:
+            got.append("missing")
+    tell(got=got)
+    time.sleep(8 - 5 * index)
+    """
+    for each in processes.told(processes.start(script, 2, tmp_path)):
+        assert each["got"] == [7] * 5 + ["missing"] * 3
+
+
+def test_process_that_was_late_is_waited_for_again_and_a_difference_found_by_all(tmp_path):
+    script = """
+    executor, got = Executor(ConfigSelectorChain(policy=AutotunePolicy(agree_s=4))), []
+    def ask(n):
+        try:
+            got.extend(choices(executor, Plain(), [n]))
+        except EjkernelError as error:
+            got.append(type(error).__name__)
+    jax.devices()  # The first use of them waits for all processes.
+    if index == 1:
+        time.sleep(6)
+    ask(1)
+    time.sleep(4)  # The other one has come, and is still behind.
+    ask(2 + index)
+    tell(got=got)
+    time.sleep(3)
+    """
+    for each in processes.told(processes.start(script, 2, tmp_path)):
+        assert each["got"] == [1, "KeySequenceError"]
+
+
+def test_process_that_is_ahead_learns_of_a_difference_that_another_has_found(tmp_path):
+    script = """
+    executor, got = Executor(ConfigSelectorChain(policy=AutotunePolicy(agree_s=2))), []
+    jax.devices()  # The first use of them waits for all processes.
+    time.sleep(8 * index)
+    try:
+        for n in (1, 2 + index, 4, 5):
+            got += choices(executor, Plain(), [n])
+            if n == 4:
+                time.sleep(10)
+    except EjkernelError as error:
+        got.append(type(error).__name__)
+    tell(got=got)
+    time.sleep(8 * index)
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a["got"] == [1, 1, 1, "KeySequenceError"]
+    assert b["got"] == [1, "KeySequenceError"]
+
+
 def test_error_of_the_decider_is_an_error_of_all(tmp_path):
     script = """
     class Fails:

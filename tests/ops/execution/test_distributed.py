@@ -129,7 +129,8 @@ def test_process_that_was_given_up_runs_nothing_that_communicates_with_the_progr
     got, cfgs = [], []
     for late in (0, 1):
         selector = ConfigSelectorChain(policy=policy)
-        x = jax.make_array_from_callback((4 + 4 * late,), jax.NamedSharding(mesh, P("d")), lambda i: 3.0 * jnp.ones(2 + 2 * late))
+        threes = lambda i: jnp.full(2 + 2 * late, 3.0)
+        x = jax.make_array_from_callback((4 + 4 * late,), jax.NamedSharding(mesh, P("d")), threes)
         out = Executor(selector)(Late(), x, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis="d")
         got.append([float(s.data[0]) for s in out.addressable_shards])
         cfgs.append(len(list(selector.cache)))
