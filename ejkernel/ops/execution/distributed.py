@@ -28,6 +28,8 @@ from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
 
 CALLS = 7
 """Calls behind one sample of a kernel that communicates."""
+BUILD_AT_ONCE = 16
+"""Candidates of a kernel that communicates that are compiled before processes compare."""
 
 
 class PeerLostError(EjkernelError, RuntimeError):
@@ -121,9 +123,8 @@ class TogetherTuner:
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **_: Any) -> Tuning:
         """The same outcome in every process; only a guess if one of them was lost."""
         what = outline(inv, kernel)
-        # A budget ends at another candidate in each process, and so would they.
-        effort = replace(self.tuner.effort(), budget_s=None)
-
+        # All must go in step: a budget ends at another candidate in each process, and hosts differ in cores.
+        effort = replace(self.tuner.effort(), budget_s=None, build_at_once=BUILD_AT_ONCE)
         steps = Steps(self.place)
 
         def run(stop: threading.Event) -> Tuning:

@@ -46,6 +46,7 @@ class Effort:
     max_candidates: int | None = None
     progress: bool | None = None
     seed: int = 0
+    build_at_once: int = 2 * (os.cpu_count() or 1)
 
 
 @dataclass
@@ -179,7 +180,7 @@ class Session:
 
     def _build(self, numbers: list[int]) -> list[int]:
         built: list[int] = []
-        size = 2 * (os.cpu_count() or 1)
+        size = self.effort.build_at_once
         for at in range(0, len(numbers), size):
             if self._over:
                 break

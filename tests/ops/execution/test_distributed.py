@@ -94,6 +94,8 @@ mesh = jax.make_mesh((count,), ("d",))
 
 def test_kernel_that_communicates_is_measured_by_all_and_fails_if_it_fails_anywhere(tmp_path):
     script = """
+    import os
+    os.cpu_count = lambda: 1 + index  # Hosts differ, and must compile in step all the same.
     selector = ConfigSelectorChain(autotune=True)
     executor = Executor(selector)
     measure = Bench.measure
