@@ -19,21 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward, is_full
-from ejkernel.kernels.flash_attention.mosaic_cluster import (
-    cluster_options,
-    place_in_cluster,
-    shared_barrier,
-    shared_load,
-)
+from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier, shared_load
+from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
-_SMS = 132  # Of the H100 and H200 (SXM); on a smaller chip the last blocks just start later.
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
 _MIN_HEAD_GROUP = 4  # So many heads are needed to keep all SMs on few of them.
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLS = plgpu.Layout.WGMMA.reduce(0)
 
@@ -66,7 +60,7 @@ def flash_attention_forward(
     table = tile_table(
         heads=batch * heads,
         steps=band.steps(cfg.block_q * cfg.cluster, cfg.block_kv),
-        blocks=_SMS // cfg.cluster,
+        blocks=SMS // cfg.cluster,
         head_group=cfg.head_group or _head_group(k, heads // kv_heads, band),
         persistent=cfg.schedule == "persistent",
     )
@@ -90,10 +84,10 @@ def flash_attention_forward(
     q_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
     kv_tile = (cfg.stages, cfg.block_kv, head_dim)
     scratch: dict[str, Any] = {
-        "q_smem": plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
-        "o_smem": None if cfg.share_qo else plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
-        "k_smem": plgpu.SMEM(kv_tile, k.dtype, transforms=_SWIZZLED),
-        "v_smem": plgpu.SMEM(kv_tile, v.dtype, transforms=_SWIZZLED),
+        "q_smem": swizzled(q_tile, q.dtype),
+        "o_smem": None if cfg.share_qo else swizzled(q_tile, q.dtype),
+        "k_smem": swizzled(kv_tile, k.dtype),
+        "v_smem": swizzled(kv_tile, v.dtype),
         "lse_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
         "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
@@ -103,23 +97,16 @@ def flash_attention_forward(
         "v_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "turn": plgpu.Barrier(num_barriers=cfg.consumers),
     }
-    out, lse = plgpu.kernel(
+    out, lse = launch(
         body,
+        *(q, k, v, jnp.asarray(table), *segments),
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
-        grid=(table.shape[0],),
-        grid_names=("block",),
-        **cluster_options(cfg.cluster),
-        num_threads=cfg.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        blocks=table.shape[0],
+        cluster=cfg.cluster,
+        consumers=cfg.consumers,
+        scratch=scratch,
         interpret=interpret,
-    )(q, k, v, jnp.asarray(table), *segments)
+    )
     return out, lse[:, :, :q_len]
 
 

@@ -23,17 +23,16 @@ from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_keys
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig, default_backward, is_full
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
-from ejkernel.kernels.flash_attention.mosaic_cluster import cluster_options, shared_barrier, shared_load
+from ejkernel.kernels.flash_attention.mosaic_cluster import shared_barrier, shared_load
 from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
+from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit
 
-_SMS = 132
 _L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads in work.
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def flash_attention_backward(
@@ -68,7 +67,7 @@ def flash_attention_backward(
     table = tile_table(
         heads=batch * kv_heads,
         steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv * cfg.cluster)),
-        blocks=_SMS // cfg.cluster,
+        blocks=SMS // cfg.cluster,
         head_group=cfg.head_group
         or max(_L2_BUDGET_BYTES // (group * q_len * head_dim * (2 * q.dtype.itemsize + 4)), 1),
         persistent=cfg.schedule == "persistent",
@@ -100,14 +99,12 @@ def flash_attention_backward(
     kv_tile = (parts, WGMMA_ROWS, head_dim)
     q_tile = (cfg.stages, cfg.block_q, head_dim)
     scratch: dict[str, Any] = {
-        "k_smem": plgpu.SMEM(kv_tile, k.dtype, transforms=_SWIZZLED),
-        "v_smem": plgpu.SMEM(kv_tile, v.dtype, transforms=_SWIZZLED),
-        "q_smem": plgpu.SMEM(q_tile, q.dtype, transforms=_SWIZZLED),
-        "do_smem": plgpu.SMEM(q_tile, dout.dtype, transforms=_SWIZZLED),
-        "p_smem": plgpu.SMEM((2, WGMMA_ROWS, cfg.block_q), q.dtype, transforms=_SWIZZLED)
-        if cfg.split == "columns"
-        else None,
-        "ds_smem": plgpu.SMEM((2, parts, WGMMA_ROWS, cfg.block_q), q.dtype, transforms=_SWIZZLED),
+        "k_smem": swizzled(kv_tile, k.dtype),
+        "v_smem": swizzled(kv_tile, v.dtype),
+        "q_smem": swizzled(q_tile, q.dtype),
+        "do_smem": swizzled(q_tile, dout.dtype),
+        "p_smem": swizzled((2, WGMMA_ROWS, cfg.block_q), q.dtype) if cfg.split == "columns" else None,
+        "ds_smem": swizzled((2, parts, WGMMA_ROWS, cfg.block_q), q.dtype),
         "dq_smem": None if total is None else total.staging(cfg.consumers),
         "lse_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
         "delta_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
@@ -122,27 +119,20 @@ def flash_attention_backward(
         "ds_free": plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
         "tile_done": plgpu.Barrier(num_arrivals=cfg.consumers),
     }
-    dk, dv = plgpu.kernel(
+    dk, dv = launch(
         body,
+        *(q, k, v, dout, lse, delta, jnp.asarray(table), *in_place, *segments),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
-        grid=(table.shape[0],),
-        grid_names=("block",),
-        **cluster_options(cfg.cluster),
-        num_threads=cfg.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        blocks=table.shape[0],
+        cluster=cfg.cluster,
+        consumers=cfg.consumers,
+        scratch=scratch,
         interpret=interpret,
-    )(q, k, v, dout, lse, delta, jnp.asarray(table), *in_place, *segments)
+    )
     if total is not None:
         return total.finish(in_place[0][...], factor, q.dtype), dk, dv
     rules = {"band": band, "scale": factor, "soft_cap": soft_cap}
-    dq = query_gradient(q, k, v, dout, lse, delta, segments, **rules, cfg=cfg, blocks=_SMS, interpret=interpret)
+    dq = query_gradient(q, k, v, dout, lse, delta, segments, **rules, cfg=cfg, interpret=interpret)
     return dq, dk, dv
 
 

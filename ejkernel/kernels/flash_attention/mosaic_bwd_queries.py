@@ -18,19 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
-from ejkernel.kernels.flash_attention.mosaic_cluster import (
-    cluster_options,
-    place_in_cluster,
-    shared_barrier,
-    shared_load,
-)
+from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier, shared_load
+from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
 from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, unhoisted
 
 _HEAD_GROUP = 4  # As in the forward kernel.
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def query_gradient(
@@ -46,7 +41,6 @@ def query_gradient(
     scale: float,
     soft_cap: float | None,
     cfg: MosaicBwdConfig,
-    blocks: int,
     interpret: Any,
 ) -> jax.Array:
     """Returns dQ; vectors along the queries must be padded to whole tiles of `cfg.dq_block_q`."""
@@ -54,27 +48,26 @@ def query_gradient(
     table = tile_table(
         heads=batch * heads,
         steps=band.steps(cfg.dq_block_q * cfg.dq_cluster, cfg.dq_block_kv),
-        blocks=blocks // cfg.dq_cluster,
+        blocks=SMS // cfg.dq_cluster,
         head_group=cfg.head_group or _HEAD_GROUP,
         persistent=cfg.schedule == "persistent",
     )
-    q_tile = plgpu.SMEM((cfg.consumers, WGMMA_ROWS, head_dim), q.dtype, transforms=_SWIZZLED)
+    q_tile = swizzled((cfg.consumers, WGMMA_ROWS, head_dim), q.dtype)
     body = functools.partial(
         _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, mma=MatrixUnit(bool(interpret))
     )
-    return plgpu.kernel(
+    return launch(
         body,
+        *(q, k, v, dout, lse, delta, jnp.asarray(table), *segments),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(table.shape[0],),
-        grid_names=("block",),
-        **cluster_options(cfg.dq_cluster),
-        num_threads=cfg.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types={
+        blocks=table.shape[0],
+        cluster=cfg.dq_cluster,
+        consumers=cfg.consumers,
+        scratch={
             "q_smem": q_tile,
             "do_smem": q_tile,
-            "k_smem": plgpu.SMEM((cfg.dq_k_stages, cfg.dq_block_kv, head_dim), k.dtype, transforms=_SWIZZLED),
-            "v_smem": plgpu.SMEM((cfg.dq_v_stages, cfg.dq_block_kv, head_dim), v.dtype, transforms=_SWIZZLED),
+            "k_smem": swizzled((cfg.dq_k_stages, cfg.dq_block_kv, head_dim), k.dtype),
+            "v_smem": swizzled((cfg.dq_v_stages, cfg.dq_block_kv, head_dim), v.dtype),
             "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
             "do_full": plgpu.Barrier(num_barriers=cfg.consumers),
             "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
@@ -83,14 +76,8 @@ def query_gradient(
             "v_full": plgpu.Barrier(num_barriers=cfg.dq_v_stages),
             "v_free": shared_barrier(cfg.dq_cluster, cfg.dq_v_stages, cfg.consumers),
         },
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
         interpret=interpret,
-    )(q, k, v, dout, lse, delta, jnp.asarray(table), *segments)
+    )
 
 
 def _kernel(

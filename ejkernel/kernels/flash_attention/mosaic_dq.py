@@ -23,10 +23,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from ejkernel.kernels.flash_attention.config import WARPGROUP, WGMMA_ROWS
+from ejkernel.kernels.flash_attention.mosaic_launch import swizzled
 from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
 
 _BYTES = 16  # What a thread reduces at a time: two neighbours of one row, and the two 8 rows below.
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
@@ -108,7 +108,7 @@ class QueryGradient:
             grid_names=("block", "head", "batch"),
             num_threads=1,
             thread_name="warpgroup",
-            scratch_types={"smem": plgpu.SMEM((WGMMA_ROWS, self.head_dim), dtype, transforms=_SWIZZLED)},
+            scratch_types={"smem": swizzled((WGMMA_ROWS, self.head_dim), dtype)},
             compiler_params=plgpu.CompilerParams(
                 unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
             ),

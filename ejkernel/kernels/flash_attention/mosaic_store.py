@@ -11,9 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from ejkernel.kernels.flash_attention.mosaic_launch import SWIZZLED
 from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
-
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def store_columns(ref: Any, wg: Any, value: jax.Array, *, interpret: bool) -> None:
@@ -27,7 +26,7 @@ def store_columns(ref: Any, wg: Any, value: jax.Array, *, interpret: bool) -> No
         ref.at[:, pl.ds(wg * columns, columns)][...] = value
         return
 
-    @inline_mgpu(arg_types=(plgpu.RefType(_SWIZZLED), plgpu.Layout.WGMMA))
+    @inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
     def store(_, ref, array):
         i32 = ir.IntegerType.get_signless(32)
 

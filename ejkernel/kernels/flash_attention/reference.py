@@ -40,6 +40,11 @@ def attention(query: Array, key: Array, value: Array, extras: Extras, rules: Rul
     """
     if (reason := too_large(query, key)) is not None:
         raise ReferenceTooLargeError(f'flash_attention: {reason} Pass platform="xla", whose memory is linear.')
+    return _attention(query, key, value, extras, rules)
+
+
+@partial(jax.jit, static_argnames="rules")
+def _attention(query: Array, key: Array, value: Array, extras: Extras, rules: Rules) -> Array:
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     dtype = masks.accumulator(query.dtype)
@@ -87,6 +92,7 @@ def _seen(rows: Array, cols: Array, extras: Extras, rules: Rules) -> Array | Non
     return seen
 
 
+@partial(jax.jit, static_argnames="rules")
 def tiled(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
     """Like the reference, with memory for the sequence only: XLA tiles, everything in float32."""
     rules = replace(rules, precision=rules.precision or jax.lax.Precision.HIGHEST)

@@ -1,0 +1,49 @@
+"""What the Hopper kernels have in common: how they are launched, and the layout of their shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.flash_attention.mosaic_cluster import cluster_options
+
+SMS = 132  # Of the H100 and H200 (SXM); on a smaller chip the last blocks just start later.
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # What the matrix units read, in 16 bits.
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns shared memory for tiles of 16-bit elements that the matrix units read."""
+    return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
+
+
+def launch(
+    body: Callable[..., None],
+    *arrays: jax.Array,
+    out_type: Any,
+    blocks: int,
+    cluster: int,
+    consumers: int,
+    scratch: Mapping[str, Any],
+    interpret: Any,
+) -> Any:
+    """Runs `body` in `blocks` blocks of `consumers` warpgroups and a producer, and returns what it wrote."""
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(blocks,),
+        grid_names=("block",),
+        **cluster_options(cluster),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # The kernels have their own.
+            reduction_scratch_bytes=0,  # They reduce within a warpgroup only.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+    )(*arrays)
