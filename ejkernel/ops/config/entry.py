@@ -55,6 +55,13 @@ class StoredEntry:
         self._remember(cfg)
         return cfg
 
+    @property
+    def kept_guess(self) -> bool:
+        """Whether tuning found nothing faster than the kernel's own guess."""
+        candidates = self.statistics.get("candidates")
+        known = [c for c in candidates if isinstance(c, Mapping)] if isinstance(candidates, list) else []
+        return any(c.get("status") == "winner" and c.get("guess") is True for c in known)
+
     def typed(self, cfg_type: Any) -> StoredEntry:
         """This entry with its config read as `cfg_type`."""
         return dataclasses.replace(self, cfg_type=cfg_type)

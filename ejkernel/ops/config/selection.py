@@ -282,17 +282,28 @@ class ConfigSelectorChain:
         return Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
 
     def _transferred(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
-        """The config of the nearest tuned shape, if the kernel accepts it for this one."""
-        entry = self._nearest(inv, kernel, policy) if policy.transfer else None
+        """The config of the nearest tuned shape, if the kernel accepts it for this one.
+
+        Where the guess was not beaten, what passes on is that: a guess that knows its shape is worth more here than the
+        config it gave there.
+        """
+        usable = lambda entry: entry.kept_guess or accepts(inv, kernel, entry.cfg)
+        entry = self._nearest(inv, kernel, policy, usable) if policy.transfer else None
         if entry is None:
             return Tier("transferred")
         from ejkernel.ops.config.differences import differences
 
         changes = "; ".join(differences(entry.signature or {}, inv.signature))
+        if entry.kept_guess:
+            return Tier("transferred", None, f"the guess was not beaten for {changes}")
         return Tier("transferred", entry.cfg, f"tuned for {changes}")
 
     def _nearest(
-        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
+        self,
+        inv: Invocation[Any, Any],
+        kernel: Kernel[Any, Any],
+        policy: AutotunePolicy,
+        accept: Callable[[StoredEntry], bool],
     ) -> StoredEntry | None:
         if self.persistent is None:
             return None
@@ -303,7 +314,7 @@ class ConfigSelectorChain:
             *inv.key[:2],
             inv.signature,
             cfg_type=kernel.cfg_type,
-            accept=lambda cfg: accepts(inv, kernel, cfg),
+            accept=accept,
             kernel=source_of(kernel),
             stale=policy.stale,
         )
@@ -358,7 +369,8 @@ class ConfigSelectorChain:
 
     def measured(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True) -> Any:
         """Measures and remembers; on disk too, unless another process does that."""
-        near = self._nearest(inv, kernel, effective_policy(self))
+        fits = lambda entry: accepts(inv, kernel, entry.cfg)
+        near = self._nearest(inv, kernel, effective_policy(self), fits)
         store = self.persistent if self.persist_autotune and persist else None
         tuning = tuner.tune(inv, kernel, store=store, seeds=() if near is None else (near.cfg,))
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.

@@ -33,11 +33,11 @@ def nearest(
     signature: Mapping[str, Any],
     *,
     cfg_type: Any = None,
-    accept: Callable[[Any], bool] = lambda cfg: True,
+    accept: Callable[[StoredEntry], bool] = lambda entry: True,
     kernel: Any = None,
     stale: Stale | None = None,
 ) -> StoredEntry | None:
-    """Entry of the same op, structure, dtypes and statics whose shapes are closest, if its config is accepted.
+    """Entry of the same op, structure, dtypes and statics whose shapes are closest, of those that are accepted.
 
     Closest is the smallest distance in log space: 1000 is nearer to 1100 than to 500. With `kernel` and a policy other
     than "use", entries that are stale are passed over. Nothing is stored.
@@ -53,7 +53,7 @@ def nearest(
         entry = cache.lookup(*tuned.place, cfg_type=cfg_type, kernel=kernel, stale=stale)
         if entry is None or (entry.stale and (stale or cache.stale) != "use"):
             continue
-        if accept(entry.cfg):
+        if accept(entry):
             return entry
     return None
 

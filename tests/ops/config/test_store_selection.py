@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, PersistentCache, policy_override
+from ejkernel.ops import Autotuner, ConfigCache, ConfigSelectorChain, Executor, PersistentCache, policy_override
 from ejkernel.ops.config.persistent import StoreWarning
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from tests.support import OwnBackward, Plain, Scale
+from tests.tuning_kernels import busy
 
 X = jnp.ones((8, 4))
 
@@ -28,15 +29,22 @@ class Shaped(Plain):
         return [Scale(f) for f in (1, 2, 4, 8, 16, 32) if inv.args[0].shape[0] % f == 0]
 
 
+class Slowed(Shaped):
+    """A kernel whose guess wastes time, and computes the same."""
+
+    def run(self, x, *, cfg):
+        return busy(x, 3000 if cfg == Scale() else 1)
+
+
 def new(path, **kwargs):
     store = PersistentCache(path=path)
     return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=store, **kwargs)), store
 
 
-def put(executor, store, cfg, *args, kernel=None, **kwargs):
+def put(executor, store, cfg, *args, kernel=None, statistics=None, **kwargs):
     kernel = kernel or Shaped()
     inv = executor.explain(kernel, *args, **kwargs).selection.inv
-    store.put(*inv.key, cfg, signature=inv.signature, kernel=kernel)
+    store.put(*inv.key, cfg, signature=inv.signature, kernel=kernel, statistics=statistics)
     return inv
 
 
@@ -123,6 +131,32 @@ class TestTransfer:
         assert executor.explain(Shaped(), X).tier == "heuristic"
         put(executor, store, Scale(2), jnp.ones((1024, 4)))
         assert executor.explain(Shaped(), X).cfg == Scale(2)
+
+    def test_guess_that_was_not_beaten_passes_on_as_a_guess(self, tmp_path):
+        executor, store = new(tmp_path)
+        outcome = lambda guess: {"candidates": [{"cfg": "", "status": "winner", "guess": guess}]}
+        put(executor, store, Scale(2), jnp.ones((1024, 4)), statistics=outcome(False))
+        assert executor.explain(Shaped(), X).cfg == Scale(2)
+        # Nearer, but its config says only what the guess was there: not even one that X could run with.
+        put(executor, store, Scale(16), jnp.ones((16, 4)), statistics=outcome(True))
+        explanation = executor.explain(Shaped(), X)
+        assert (explanation.tier, explanation.cfg) == ("heuristic", Scale())
+        assert "the guess was not beaten for args[0].shape: (16, 4) -> (8, 4)" in str(explanation)
+        np.testing.assert_array_equal(executor(Shaped(), X), X)
+
+    def test_outcome_of_a_real_tuning_says_whether_the_guess_was_beaten(self, tmp_path):
+        near = jnp.ones((16, 4))
+        for kernel, beaten in ((Shaped(), False), (Slowed(), True)):
+            executor, store = new(tmp_path / type(kernel).__name__)
+            inv = executor.explain(kernel, near).selection.inv
+            executor.chooser.tune(inv, kernel, tuner=Autotuner(progress=False))
+            assert store.own(*inv.key).kept_guess is not beaten
+
+    @pytest.mark.parametrize("statistics", [None, {}, {"candidates": 3}, {"candidates": [None, "x", {"guess": 1}]}])
+    def test_entry_without_an_outcome_passes_its_config_on(self, tmp_path, statistics):
+        executor, store = new(tmp_path)
+        put(executor, store, Scale(4), jnp.ones((16, 4)), statistics=statistics)
+        assert executor.explain(Shaped(), X).cfg == Scale(4)
 
     def test_other_dtypes_and_statics_do_not_count(self, tmp_path):
         executor, store = new(tmp_path)

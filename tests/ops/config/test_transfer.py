@@ -95,8 +95,8 @@ def test_nested_containers_are_compared_whole(cache):
 def test_what_the_kernel_refuses_is_passed_over(cache):
     for n in (10, 20, 40):
         tune(cache, signature(array(n)), Config(n))
-    assert ask(cache, signature(array(11)), accept=lambda cfg: cfg.block > 10) == 20
-    assert ask(cache, signature(array(11)), accept=lambda cfg: False) is None
+    assert ask(cache, signature(array(11)), accept=lambda entry: entry.cfg.block > 10) == 20
+    assert ask(cache, signature(array(11)), accept=lambda entry: False) is None
 
 
 def test_the_same_shape_is_not_its_own_neighbour(cache):
