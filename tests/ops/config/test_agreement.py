@@ -326,12 +326,12 @@ def test_explicit_tuning_that_fails_for_the_decider_fails_at_once_for_all_and_el
     assert max(a["took"], b["took"]) < 40
 
 
-def test_alone_nothing_is_asked(monkeypatch):
+def test_alone_nothing_is_asked():
     from ejkernel.ops.config import agreement
 
     start = time.monotonic()
     assert agreement.current() is None
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
