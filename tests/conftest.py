@@ -5,7 +5,12 @@ import signal
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
+import hypothesis
 import pytest
+
+# A busy machine makes no property false, and neither does the first example that compiles something.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and programs that tests start inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
@@ -128,7 +128,7 @@ def ids(length, draw):
     return lambda rng, case: jnp.asarray(order(rng.integers(0, 3, size=(1, length))), jnp.int32)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(case=calls(), blocks=st.tuples(*[st.sampled_from([16, 32, 48])] * 4))
 def test_xla_agrees_for_any_shape_window_and_head_group(case, blocks):
     args, kwargs = case.arrays()
@@ -137,7 +137,7 @@ def test_xla_agrees_for_any_shape_window_and_head_group(case, blocks):
     assert_close(attend(through("xla", fwd=fwd, bwd=bwd), args, kwargs), truth(args, kwargs), 2e-5)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6)
 @given(case=calls(), platform=st.sampled_from(["triton", "pallas"]))
 def test_pallas_kernels_agree_for_any_shape_window_and_head_group(case, platform):
     args, kwargs = case.arrays()
