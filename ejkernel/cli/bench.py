@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -19,9 +19,10 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import asking
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.bench import Bench, Rejected
-from ejkernel.ops.execution.problem import from_call
+from ejkernel.ops.execution.problem import Problem, from_call
 from ejkernel.ops.execution.report import Measurement
 from ejkernel.ops.execution.standings import Estimate
 
@@ -35,6 +36,9 @@ class Contender:
     """A way to run a call, and what became of it."""
 
     name: str
+    platform: str | None = None
+    run: Callable[..., Any] | None = None
+    """The method of the kernel; None for the one that the config selects."""
     cfg: Any = None
     reason: str = ""
     samples: list[float] | None = None
@@ -93,9 +97,7 @@ def _measure(inv: Invocation[Any, Any], selector: ConfigSelectorChain, rounds: i
     assert kernel is not None
     found = _contenders(inv, kernel, selector)
     problem = from_call(inv, kernel)
-    make = problem.make_fn
-    truth = problem.reference
-    bench = Bench(replace(problem, make_fn=lambda cfg: truth if cfg is _REFERENCE and truth is not None else make(cfg)))
+    bench = Bench(replace(problem, make_fn=lambda contender: _function(problem, contender)))
     try:
         ready = _prepare(bench, [c for c in found if not c.reason], problem.truth is not None, say)
         _race(bench, ready, rounds, say)
@@ -105,36 +107,60 @@ def _measure(inv: Invocation[Any, Any], selector: ConfigSelectorChain, rounds: i
     return _result(inv, found, timer, rounds)
 
 
+def _function(problem: Problem, contender: Contender) -> Callable[..., Any]:
+    run, cfg = contender.run, contender.cfg
+    if contender.name == _REFERENCE and problem.reference is not None:
+        return problem.reference
+    return problem.make_fn(cfg) if run is None else lambda *args, **kwargs: run(*args, cfg=cfg, **kwargs)
+
+
 def _contenders(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], selector: ConfigSelectorChain) -> list[Contender]:
-    source = asking.source_of(kernel)
-    found = [_contender(inv, kernel, name) for name, _ in dispatch.implementations(source, inv.context)]
-    here = next((replace(inv, platform=c.name) for c in found if not c.reason), None)
-    if here is not None and (chosen := selector.explain(here, kernel)).tier in ("memory", "persistent"):
-        found.append(Contender(name=_STORED, cfg=chosen.cfg))
+    found = list(_backends(inv, kernel))
+    serving = next((c for c in found if not c.reason), None)
+    if serving is not None:
+        chosen = selector.explain(replace(inv, platform=serving.platform), kernel)
+        if chosen.tier in ("memory", "persistent"):
+            named = dispatch.forced_platform(kernel, chosen.cfg)
+            found.append(Contender(name=_STORED, run=serving.run if named is None else None, cfg=chosen.cfg))
     if getattr(kernel, "reference", None) is not None:
-        found.append(Contender(name=_REFERENCE, cfg=_REFERENCE))
+        found.append(Contender(name=_REFERENCE))
     return found
 
 
-def _contender(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], platform: str) -> Contender:
-    """The backend with the best guess that the kernel has for it."""
+def _backends(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[Contender]:
+    """Implementations by platform; a further one for the same platform goes by its method's name."""
+    is_backward, seen = isinstance(kernel, BackwardKernel), set()
+    for platform, run in dispatch.implementations(asking.source_of(kernel), inv.context):
+        cfg, reason = _guess(inv, kernel, platform)
+        if platform not in seen:
+            yield Contender(name=platform, platform=platform, run=None if is_backward else run, cfg=cfg, reason=reason)
+        elif not is_backward:  # Its method is found by platform, so a further one never runs.
+            yield Contender(name=run.__name__, platform=platform, run=run, cfg=cfg, reason=reason)
+        seen.add(platform)
+
+
+def _guess(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], platform: str) -> tuple[Any, str]:
+    """The best config that the kernel has for a platform, or why there is none."""
     here = replace(inv, platform=platform)
     if (reason := dispatch.refusal(kernel, here, platform)) is not None:
-        return Contender(name=platform, reason=reason)
+        return None, reason
     guess = asking.heuristic(here, kernel)
-    if dispatch.forced_platform(kernel, guess) in (None, platform):
-        return Contender(name=platform, cfg=guess)
+    named = dispatch.forced_platform(kernel, guess)
+    if named is None and isinstance(kernel, BackwardKernel) and platform != inv.platform:
+        return None, f"its forward runs on {inv.platform}"
+    if named in (None, platform):
+        return guess, ""
     space = asking.candidates(here, kernel)
     listed = () if isinstance(space, dict) else space
     cfg = next((cfg for cfg in listed if dispatch.forced_platform(kernel, cfg) == platform), None)
-    return Contender(name=platform, cfg=cfg, reason="" if cfg is not None else "the kernel has no config for it")
+    return cfg, "" if cfg is not None else "the kernel has no config for it"
 
 
 def _prepare(bench: Bench, contenders: list[Contender], has_truth: bool, say: Say) -> dict[int, Contender]:
     """Those that compile and compute the right answer, by number."""
     say("compiling")
     ready: dict[int, Contender] = {}
-    for number, built in enumerate(bench.build([(n, c.cfg) for n, c in enumerate(contenders)])):
+    for number, built in enumerate(bench.build(list(enumerate(contenders)))):
         if isinstance(built, Rejected):
             contenders[number].reason = f"{built.outcome}: {built.reason}"
         else:
@@ -167,17 +193,16 @@ def _race(bench: Bench, ready: dict[int, Contender], rounds: int, say: Say) -> N
 
 def _result(inv: Invocation[Any, Any], found: list[Contender], timer: str, rounds: int) -> dict[str, Any]:
     device, op_id, call_key = inv.key
-    measured = {c.name: Measurement.of(Estimate.of(np.array(c.samples or [])), timer) for c in found}
-    best = min((m.median_ms for m in measured.values() if m is not None), default=None)
+    measured = [Measurement.of(Estimate.of(np.array(c.samples or [])), timer) for c in found]
+    best = min((m.median_ms for m in measured if m is not None), default=None)
     rows = []
-    for contender in found:
-        m = measured[contender.name]
+    for contender, m in zip(found, measured, strict=True):
         status, _, reason = contender.reason.partition(": ")
         known = status in ("wrong", "failed")
         rows.append(
             {
                 "backend": contender.name,
-                "cfg": None if contender.cfg in (None, _REFERENCE) else short_repr(contender.cfg),
+                "cfg": None if contender.cfg is None else short_repr(contender.cfg),
                 "status": "measured" if m is not None else status if known else "refused",
                 "reason": reason if known else contender.reason,
                 "median_ms": None if m is None else m.median_ms,

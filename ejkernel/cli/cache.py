@@ -9,8 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
+from ejkernel.cli import documents
 from ejkernel.cli.options import AsJson, Store
-from ejkernel.cli.output import print_json, print_json_list, print_table, short_arguments, short_cfg, working
+from ejkernel.cli.output import (
+    check_file,
+    print_json,
+    print_json_list,
+    print_table,
+    short_arguments,
+    short_cfg,
+    working,
+)
 from ejkernel.cli.store import open_store
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import layers, merging, packs, upkeep
@@ -111,9 +120,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the entries of the store into a pack."""
+    check_file("TARGET", target)
     found = list(_own(open_store(store), device, op))
     if target == "-":
-        sys.stdout.writelines(packs.to_text(found, name or "store"))
+        documents.stream().writelines(packs.to_text(found, name or "store"))
         return
     packs.write(target, found, name)
     _say({"path": target, "entries": len(found)}, f"{len(found)} entries in {target}.", as_json)
@@ -146,6 +156,7 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Write a pack of the best-founded entries of several packs or stores."""
+    check_file("TARGET", target)
     with working("reading"):
         merged = merging.merge(layers.entries_of(source) for source in sources)
         packs.write(target, merged.values(), name)

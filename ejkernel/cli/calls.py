@@ -25,14 +25,15 @@ def find(
 ) -> tuple[list[Call], list[str]]:
     """The calls that the command line names, and what could not be made into one."""
     jax_start.start()
-    if target is not None and not Path(target).exists() and _is_name(target):
+    path = Path(target) if target is not None else specs.record_path()
+    is_named = target is not None and not path.exists() and _is_name(target)
+    if specs_file is not None and (is_named or path.suffix == ".json"):
+        raise EjkernelError(f"--specs goes with the text of a program, which {target or path} is not.")
+    if target is not None and is_named:
         return named(target, args, settings, grad), []
     if args or settings or grad:
         raise EjkernelError("--args, --set and --grad go with module:Kernel or the name of an operation.")
-    path = Path(target) if target is not None else specs.record_path()
-    if path.suffix == ".json":
-        return _recorded(path)
-    return offline.match(offline.labels_of(path), specs_file)
+    return _recorded(path) if path.suffix == ".json" else _labelled(path, specs_file)
 
 
 def named(name: str, args: str, settings: list[str], grad: bool) -> list[Call]:
@@ -82,10 +83,23 @@ def _is_name(target: str) -> bool:
 
 
 def _recorded(path: Path) -> tuple[list[Call], list[str]]:
+    if not path.exists():
+        raise EjkernelError(f"{path}: there is no record. A program that runs with EJKERNEL_OPS_RECORD=1 writes one.")
     calls, missing = [], []
     for spec in specs.read(path):
         try:
             calls.append(specs.from_spec(spec))
         except EjkernelError as error:
             missing.append(f"{spec['op_id']} {spec['call_key']}: {error}")
+    return calls, missing if calls or missing else [f"{path}: the record has no calls."]
+
+
+def _labelled(path: Path, specs_file: Path | None) -> tuple[list[Call], list[str]]:
+    labels = offline.labels_of(path)
+    calls, missing = offline.match(labels, specs_file)
+    if not labels:
+        hint = "the text of a Lowered has them only with as_text(debug_info=True)."
+        return [], [f"{path}: the program has no labels; {hint}"]
+    if missing and specs_file is None:
+        missing = [f"{path}: which calls its labels stand for is not known here; --specs record.json says it."]
     return calls, missing

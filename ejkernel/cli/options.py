@@ -6,9 +6,19 @@ from typing import Annotated
 
 import typer
 
-from ejkernel.cli import operations
+from ejkernel.cli import documents, operations
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for scripts, and nothing else.")]
+
+def _leave_alone(context: typer.Context, as_json: bool) -> bool:
+    if as_json and not context.resilient_parsing:
+        context.with_resource(documents.alone())
+    return as_json
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=_leave_alone, help="Print one JSON document for scripts, and nothing else."),
+]
 Store = Annotated[str | None, typer.Option(help="Directory of the store, instead of the default one.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Keyword argument: causal=true, or an array: q_segment_ids=s32[2,64].")

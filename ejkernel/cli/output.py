@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ejkernel.cli import documents
+from ejkernel.errors import EjkernelError
 from ejkernel.report.naming import fields_of
 from ejkernel.report.summary import arrays
 
 _MAX_RICH_ROWS = 500  # Beyond, laying out a drawn table takes longer than reading it.
+
+
+def check_file(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuses a directory where a file is to be written, before there is anything to lose."""
+    if os.path.isdir(os.path.expanduser(path)):
+        raise EjkernelError(f"{name}: {os.fspath(path)} is a directory; name the file to write.")
 
 
 @contextlib.contextmanager
@@ -29,16 +38,16 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 def print_json(value: Any) -> None:
     """One JSON document."""
-    print(json.dumps(value, indent=1))
+    print(json.dumps(value, indent=1), file=documents.stream())
 
 
 def print_json_list(items: Iterable[Any]) -> None:
     """A JSON list, one item a line, printed while it is being made."""
-    separator = "["
+    separator, out = "[", documents.stream()
     for item in items:
-        print(separator + json.dumps(item), end="")
+        print(separator + json.dumps(item), end="", file=out)
         separator = ",\n"
-    print("[]" if separator == "[" else "]")
+    print("[]" if separator == "[" else "]", file=out)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -66,7 +75,10 @@ def short_cfg(data: Mapping[str, Any]) -> str:
     """A stored config in one line: `Config(block=128, tile=(1, 2))`."""
     name = str(data.get("type", "")).rpartition(":")[2].rpartition(".")[2]
     value = data.get("value")
-    return _short_fields(name, value) if isinstance(value, dict) and not _tag(value) else _short(value)
+    try:
+        return _short_fields(name, value) if isinstance(value, dict) and not _tag(value) else _short(value)
+    except (TypeError, AttributeError):  # Not as we write it; `cache verify` says so.
+        return json.dumps(value)
 
 
 def short_repr(cfg: Any) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ejkernel.cli import documents
 from ejkernel.cli.options import AsJson, Store
-from ejkernel.cli.output import print_json, working
+from ejkernel.cli.output import check_file, print_json, working
 from ejkernel.cli.store import open_store
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import layers, store_files
 from ejkernel.ops.config.entry import StoredEntry
 
@@ -38,6 +39,11 @@ def report(
     """
     from ejkernel import report as pages
 
+    to_stdout = str(out) == "-"
+    if to_stdout and as_json:
+        raise EjkernelError("--json: the page itself goes to the standard output. Write it to a file with --out.")
+    if not to_stdout:
+        check_file("--out", out)
     with working("reading"):
         cache = open_store(store)
         found: Iterable[StoredEntry] = layers.entries_of(source) if source is not None else cache.entries()
@@ -45,12 +51,17 @@ def report(
         name = source if source is not None else str(cache.path)
         data = pages.summarise(chosen, name)
         page = pages.render(data, f"ejkernel: {Path(name).name}")
-    if str(out) == "-":
-        sys.stdout.write(page)
+    if to_stdout:
+        documents.write_utf8(page)
     else:
-        store_files.write(out.expanduser().absolute(), page.encode())
-    if as_json and str(out) != "-":
-        print_json({"path": str(out), "calls": len(chosen), "bytes": len(page.encode())})
-    elif str(out) != "-":
-        print(f"{len(chosen)} calls in {out}.")
+        _write(page, out, len(chosen), as_json)
     raise typer.Exit(0 if chosen else 1)
+
+
+def _write(page: str, out: Path, calls: int, as_json: bool) -> None:
+    data = page.encode()
+    store_files.write(out.expanduser().absolute(), data)
+    if as_json:
+        print_json({"path": str(out), "calls": calls, "bytes": len(data)})
+    else:
+        print(f"{calls} calls in {out}.")

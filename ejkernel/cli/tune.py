@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli import calls
+from ejkernel.cli import calls, interrupts
 from ejkernel.cli.options import AsJson, Grad, Settings, Store
-from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr
+from ejkernel.cli.output import check_file, print_json, print_table, short_arguments, short_repr
 from ejkernel.cli.store import open_store
+from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
 from ejkernel.ops.config import packs
 from ejkernel.ops.config.persistent import PersistentCache
@@ -22,6 +25,8 @@ from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution import fleet, offline
 from ejkernel.ops.execution.tuner import Autotuner
 from ejkernel.ops.utils import meta
+
+Row = dict[str, Any]
 
 
 class Isolation(enum.StrEnum):
@@ -52,7 +57,9 @@ def tune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tune calls and keep the results; exit code 1 if some could not be tuned.
+    """Tune calls and keep the results; exit code 1 if some could not be tuned or kept.
+
+    Ctrl-C ends it with what was measured by then, and exit code 130.
 
     For example:
 
@@ -64,22 +71,27 @@ def tune(
 
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
     """
+    _check(budget, out)
     found, missing = calls.find(target, specs_file, args, settings or [], grad)
-    if not found and not missing:
-        missing = ["the program has no labels; the text of a Lowered has them only with as_text(debug_info=True)."]
     cache = open_store(store)
     tuner = {"budget_s": budget, "isolation": str(isolation)}
-    outcomes = _tune_here(cache, found, tuner) if executor is None else _tune_there(cache, found, tuner, executor)
-    rows, failed = _show(outcomes, as_json), list(missing)
-    failed += [f"{row['op_id']} {row['call_key']}: {row['error']}" for row in rows if row["error"]]
-    if out is not None:
-        done = [cache.own(row["device"], row["op_id"], row["call_key"]) for row in rows if not row["error"]]
-        packs.write(out, [entry for entry in done if entry is not None])
+    with interrupts.noted() as stop:
+        if executor is None:
+            rows = _gather(_tune_here(cache, found, tuner), stop)
+        else:
+            rows = _gather(_tune_there(cache, found, tuner, executor), stop)
+    tuned = [row for row in rows if not row["error"]]
+    failed = [*missing, *(f"{row['op_id']} {row['call_key']}: {row['error']}" for row in rows if row["error"])]
     if as_json:
-        print_json({"tuned": [row for row in rows if not row["error"]], "failed": failed})
-    for line in failed:
-        print(f"not tuned: {line}", file=sys.stderr)
-    raise typer.Exit(1 if failed else 0)
+        print_json({"tuned": tuned, "failed": failed})
+    else:
+        _show(rows)
+    problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out)]
+    if stop.is_set():
+        problems.append(f"stopped: {len(found) - len(rows)} of {len(found)} calls were not reached.")
+    for line in problems:
+        print(line, file=sys.stderr)
+    raise typer.Exit(interrupts.EXIT_CODE if stop.is_set() else 1 if problems else 0)
 
 
 def labels(
@@ -100,33 +112,69 @@ def labels(
     raise typer.Exit(0 if found else 1)
 
 
+def _check(budget: float | None, out: Path | None) -> None:
+    """Refuses what could only fail after everything was measured."""
+    if budget is not None and not budget >= 0:  # Not a number is not less than 0 either.
+        raise EjkernelError(f"--budget: {budget} is not a number of seconds from 0 on.")
+    if out is not None:
+        check_file("--out", out)
+
+
+def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list[Row]:
+    """The rows of all calls, or of those that were tuned when somebody pressed Ctrl-C."""
+    rows: list[Row] = []
+    with contextlib.closing(outcomes):
+        try:
+            for row in outcomes:
+                rows.append(row)
+                if stop.is_set():
+                    break
+        except KeyboardInterrupt:  # The second one, or one that came between two calls.
+            stop.set()
+    return rows
+
+
+def _keep(cache: PersistentCache, tuned: list[Row], out: Path | None) -> Iterator[str]:
+    """Writes the pack, if one is wanted; gives what was lost."""
+    stored = [cache.own(row["device"], row["op_id"], row["call_key"]) for row in tuned]
+    entries = [entry for entry in stored if entry is not None]
+    if cache.in_memory or len(entries) < len(tuned):
+        yield f"not kept: results could not be stored in {cache.path}."
+    if out is not None and not entries:
+        yield f"not written: {out}: there is no result to write."
+    elif out is not None:
+        packs.write(out, entries)
+
+
 def _tune_here(
     cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+) -> Generator[Row, None, None]:
     selector, tuner = ConfigSelectorChain(persistent=cache), Autotuner(**settings)
     for outcome in offline.tune_each(selector, found, tuner):
         tuning = outcome.tuning
         if tuning is None:
-            yield _row(outcome.inv.key, None, None, outcome.error)
+            yield _row(outcome.inv.key, error=outcome.error)
         else:
-            yield _row(outcome.inv.key, tuning.cfg, tuning.statistics(), None)
+            yield _row(outcome.inv.key, tuning.cfg, tuning.statistics(), tuning.complete)
 
 
 def _tune_there(
     cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any], address: str
-) -> Iterator[dict[str, Any]]:
+) -> Generator[Row, None, None]:
     with fleet.executor_at(address) as executor:
         for finished in fleet.tune_specs([specs.to_spec(inv) for inv in found], executor, settings):
             spec, entry = finished.spec, finished.entry
             if entry is None:
-                yield _row((spec["device"], spec["op_id"], spec["call_key"]), None, None, finished.error)
+                yield _row((spec["device"], spec["op_id"], spec["call_key"]), error=finished.error)
             else:
                 # Stored as it comes in: whatever happens to the rest, this one is safe.
                 cache.add(entry)
-                yield _row(entry.place, entry.cfg, entry.statistics, None)
+                yield _row(entry.place, entry.cfg, entry.statistics, entry.complete)
 
 
-def _row(key: Iterable[str], cfg: Any, statistics: Any, error: str | None) -> dict[str, Any]:
+def _row(
+    key: Iterable[str], cfg: Any = None, statistics: Any = None, complete: bool = False, *, error: str | None = None
+) -> Row:
     device, op_id, call_key = key
     return {
         "device": device,
@@ -135,25 +183,26 @@ def _row(key: Iterable[str], cfg: Any, statistics: Any, error: str | None) -> di
         "cfg": None if cfg is None else short_repr(cfg),
         "measurement": (statistics or {}).get("measurement"),
         "speedup": (statistics or {}).get("speedup"),
+        "complete": complete,
         "error": error,
     }
 
 
-def _show(outcomes: Iterator[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
-    rows = list(outcomes)
-    if not as_json:
-        print_table(
-            ["OP", "CALL KEY", "CONFIG", "TIME", "SPEED-UP"],
-            [[r["op_id"], r["call_key"], r["cfg"] or "-", _time(r), _speedup(r)] for r in rows],
-        )
-    return rows
+def _show(rows: list[Row]) -> None:
+    print_table(
+        ["OP", "CALL KEY", "CONFIG", "TIME", "SPEED-UP"],
+        [[r["op_id"], r["call_key"], r["cfg"] or "-", _time(r), _speedup(r)] for r in rows],
+    )
 
 
-def _time(row: dict[str, Any]) -> str:
+def _time(row: Row) -> str:
     found = row["measurement"]
-    return "-" if found is None else f"{found['median_ms']:.4g} ms [{found['low_ms']:.4g}, {found['high_ms']:.4g}]"
+    if found is None:
+        return "-"
+    mark = "" if row["complete"] else " (incomplete)"
+    return f"{found['median_ms']:.4g} ms [{found['low_ms']:.4g}, {found['high_ms']:.4g}]{mark}"
 
 
-def _speedup(row: dict[str, Any]) -> str:
+def _speedup(row: Row) -> str:
     found = row["speedup"]
     return "-" if found is None else f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"

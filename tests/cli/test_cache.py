@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,32 @@ def test_verify_and_prune(run, filled):
     assert run_json(run, "prune", "--broken") == [str(path)]
     assert run("verify")[0] == 0
     assert run("verify", "--store", "/nonexistent")[0] == 0
+
+
+def test_verify_tells_of_what_it_cannot_list(run, filled, monkeypatch):
+    listed, hidden = os.listdir, next(filled.path.rglob("aa22.json")).parent
+
+    def listdir(folder):
+        if Path(folder) == hidden:
+            raise PermissionError(13, "Permission denied")
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    code, out, _ = run("verify")
+    assert code == 1
+    assert f"{hidden}: cannot be listed" in out
+
+
+def test_config_that_nobody_wrote_is_shown_as_it_is(run, store, tmp_path):
+    entry = {"schema": 1, "device": "d", "op_id": "o", "call_key": "k", "signature": None, "complete": True}
+    entry |= {"cfg": {"type": "x:Y", "value": {"$tuple": 5}}, "statistics": {}, "provenance": {}}
+    (tmp_path / "p.json").write_text(json.dumps({"ejkernel_pack": 1, "name": "p", "entries": [entry]}))
+    assert run("import", tmp_path / "p.json")[0] == 0
+    for args in (("ls",), ("show", "k")):
+        code, out, _ = run(*args)
+        assert code == 0
+        assert '{"$tuple": 5}' in out
+    assert run("verify")[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,13 @@ class Pieces:
 
 
 class Doubled(Kernel[Pieces, jax.Array]):
-    """Two implementations on a CPU; the one for XLA is right, plain `run` is not."""
+    """Two implementations on a CPU."""
 
     def run_xla(self, x, *, cfg):
         return x * 2
 
     def run(self, x, *, cfg):
-        return x * 3
+        return x * 2.0
 
     def reference(self, x):
         return x + x
@@ -75,6 +75,7 @@ class Strict(Kernel[Pieces, jax.Array]):
 
 MIX = "tests.offline_program:Mixer"
 HERE = "tests.cli.test_look"
+HERE_DIRECTORY = str(Path(__file__).parent)
 
 
 # --- info and kernels ---
@@ -221,7 +222,7 @@ def test_bench_times_backends_on_every_shape(capsys, tmp_path):
     first, second = json.loads(out)
     assert (first["arrays"], second["arrays"]) == ("float32[8]", "float32[16]")
     rows = {row["backend"]: row for row in first["backends"]}
-    assert set(rows) == {"xla", "reference"}
+    assert set(rows) == {"xla", "run", "reference"}
     assert min(row["of_best"] for row in rows.values()) == 1.0
     assert all(row["low_ms"] <= row["median_ms"] <= row["high_ms"] for row in rows.values())
 
@@ -233,6 +234,17 @@ def test_bench_tells_a_wrong_backend_and_exits_1(capsys, monkeypatch, tmp_path):
     assert code == 1
     assert "reference" in out
     assert err.startswith("xla: wrong: error")
+
+
+def test_bench_measures_each_of_two_methods_for_one_platform(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(Doubled, "run", wrong := lambda self, x, *, cfg: x * 3)
+    wrong.__name__ = "run"
+    command = ["bench", f"{HERE}:Doubled", "--args", "f32[8]", "--rounds", "3", "--store", tmp_path, "--json"]
+    code, out, err = ejkernel(capsys, *command)
+    assert code == 1
+    rows = [(row["backend"], row["status"]) for row in json.loads(out)[0]["backends"]]
+    assert rows == [("xla", "measured"), ("run", "wrong"), ("reference", "measured")]
+    assert err.startswith("run: wrong: error")
 
 
 def test_bench_of_a_call_that_nobody_serves_gives_the_reason_and_exits_1(capsys, tmp_path):
@@ -273,6 +285,57 @@ def test_backward_with_configs_of_its_own_goes_along(capsys, tmp_path):
 # --- All commands ---
 
 
+LOUD = """
+import os
+from tests.offline_program import Mixer
+print("loading")
+os.system("echo compiling")
+
+class Loud(Mixer):
+    def run(self, x, *, cfg, causal=True):
+        print("tracing")
+        return super().run(x, cfg=cfg, causal=causal)
+"""
+
+
+@pytest.mark.parametrize("command", [["tune", "--isolation", "thread"], ["bench", "--rounds", "3"], ["explain"]])
+def test_json_is_alone_on_the_standard_output(tmp_path, command):
+    (tmp_path / "loud.py").write_text(LOUD)
+    call = [*command, "loud:Loud", "--args", "f32[1,4,8]", "--store", tmp_path / "s", "--json"]
+    done = run_script(*call, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert json.loads(done.stdout)
+    assert "loading\n" in done.stderr
+    assert "compiling\n" in done.stderr
+    assert ("tracing\n" in done.stderr) == (command != ["explain"])
+
+
+def test_json_is_alone_where_python_has_replaced_the_standard_output(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(Doubled, "reference", lambda self, x: print("running") or x + x)
+    command = ["bench", f"{HERE}:Doubled", "--args", "f32[8]", "--rounds", "3", "--store", tmp_path, "--json"]
+    code, out, err = ejkernel(capsys, *command)
+    assert code == 0
+    assert json.loads(out)
+    assert "running\n" in err
+    print("heard again")
+    assert capsys.readouterr().out == "heard again\n"
+
+
+def test_page_on_the_standard_output_is_utf8_in_every_locale(tmp_path):
+    PersistentCache(tmp_path / "s").put("cpu", "gr\u00f6\u00dfe", "aa11", Pieces())
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    done = run_script("report", "-o", "-", "--store", tmp_path / "s", text=False, **locale)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode().startswith("<!doctype html>")
+    assert not done.stdout.isascii()
+
+
+def run_script(*args, cwd=None, text=True, **env):
+    command = [Path(sys.executable).with_name("ejkernel"), *map(str, args)]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=text, check=False, timeout=120
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -292,6 +355,17 @@ def test_backward_with_configs_of_its_own_goes_along(capsys, tmp_path):
         ),
         (["report", "--store", __file__], "is a file; a store is a directory"),
         (["bench", f"{HERE}:Broken", "--args", "f32[1]"], "the kernel's own code failed (IndexError"),
+        (["report", "-o", "-", "--json"], "--json: the page itself goes to the standard output"),
+        (["report", "-o", HERE_DIRECTORY], f"--out: {HERE_DIRECTORY} is a directory"),
+        (["cache", "export", HERE_DIRECTORY], f"TARGET: {HERE_DIRECTORY} is a directory"),
+        (["cache", "merge", HERE_DIRECTORY, "x.json"], f"TARGET: {HERE_DIRECTORY} is a directory"),
+        (["tune", MIX, "--args", "f32[1,2,3]", "--out", HERE_DIRECTORY], f"--out: {HERE_DIRECTORY} is a directory"),
+        (["tune", MIX, "--args", "f32[1,2,3]", "--budget", "nan"], "--budget: nan is not a number of seconds"),
+        (["tune", MIX, "--args", "f32[1,2,3]", "--budget", "-1"], "--budget: -1.0 is not a number of seconds"),
+        (["tune", "x.json", "--specs", "nope.json"], "--specs goes with the text of a program, which x.json is not"),
+        (["explain", MIX, "--args", "f32[1,2,3]", "--specs", "nope.json"], "--specs goes with the text of a program"),
+        (["explain", "--specs", "nope.json"], "record.json is not."),
+        (["tune"], "record.json: there is no record. A program that runs with EJKERNEL_OPS_RECORD=1 writes one."),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(capsys, args, message):

@@ -1,4 +1,8 @@
 import json
+import os
+import signal
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +10,8 @@ import pytest
 
 from ejkernel.cli import main
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
-from ejkernel.ops import PersistentCache, specs
+from ejkernel.ops import Invocation, PersistentCache, specs
+from ejkernel.ops.execution.bench import Bench
 from tests import offline_program
 
 
@@ -51,8 +56,6 @@ def test_calls_are_spread_over_an_executor(capsys, tmp_path):
 
 def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):
     x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
-    from ejkernel.ops import Invocation
-
     good = specs.to_spec(Invocation(kernel=offline_program.MIX, args=(x,), kwargs={"causal": True}))
     bad = {**good, "kernel": "gone.away:Kernel", "call_key": "0" * 16}
     specs.write([good, bad], tmp_path / "record.json")
@@ -88,6 +91,14 @@ def test_user_errors_are_one_line_and_exit_code_2(capsys, args, message):
     assert "Traceback" not in err
 
 
+def test_record_without_calls_is_exit_code_1(capsys, tmp_path):
+    specs.write([], tmp_path / "record.json")
+    for command in ("tune", "explain"):
+        code, _, err = ejkernel(capsys, command, tmp_path / "record.json")
+        assert code == 1
+        assert err.endswith("record.json: the record has no calls.\n")
+
+
 def test_program_without_labels_and_budget_without_result_are_exit_code_1(capsys, tmp_path):
     (tmp_path / "p.hlo").write_text("HloModule nothing\n")
     code, _, err = ejkernel(capsys, "tune", tmp_path / "p.hlo")
@@ -98,13 +109,119 @@ def test_program_without_labels_and_budget_without_result_are_exit_code_1(capsys
         "--isolation", "thread", "--store", tmp_path / "s",
     )  # fmt: skip
     assert code == 1
-    assert "the budget ended before anything was measured" in err
+    assert "stopped before anything was measured" in err
+
+
+class Hopeless(offline_program.Mixer):
+    """Has a guess, and no candidates."""
+
+    def config_space(self, inv):
+        raise ValueError("no space")
+
+
+HERE = "tests.cli.test_tune"
+MIX = ["tests.offline_program:Mixer", "--args", "f32[2,4,8]", "--isolation", "thread"]
+
+
+@pytest.mark.parametrize(
+    "call", [[f"{HERE}:Hopeless", "--args", "f32[2,4,8]", "--isolation", "thread"], [*MIX, "--budget", "0"]]
+)
+def test_pack_is_left_alone_if_nothing_was_tuned(capsys, tmp_path, call):
+    pack = tmp_path / "pack.json"
+    pack.write_text("good")
+    code, _, err = ejkernel(capsys, "tune", *call, "--store", tmp_path / "s", "--out", pack)
+    assert code == 1
+    assert err.splitlines()[-1] == f"not written: {pack}: there is no result to write."
+    assert pack.read_text() == "good"
+
+
+def test_results_that_cannot_be_stored_are_exit_code_1(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "x"))
+    code, out, err = ejkernel(capsys, "tune", *MIX, "--out", tmp_path / "pack.json")
+    assert code == 1
+    assert "Rows(rows=" in out
+    assert err.splitlines()[-1] == f"not kept: results could not be stored in {tmp_path / 'file' / 'x' / 'configs'}."
+    assert len(json.loads((tmp_path / "pack.json").read_text())["entries"]) == 1
+
+
+def test_labels_without_a_record_name_the_option(capsys, tmp_path):
+    program = tmp_path / "p.hlo"
+    program.write_text('HloModule p\n  metadata={op_name="jit(f)/ejkernel_ops#mix:0123456789abcdef/dot"}\n')
+    code, _, err = ejkernel(capsys, "tune", program)
+    assert code == 1
+    assert err.startswith(
+        f"not tuned: {program}: which calls its labels stand for is not known here; --specs record.json"
+    )
+    assert err.count("\n") == 1
+    code, _, err = ejkernel(capsys, "tune", program, "--specs", "nope.json")
+    assert (code, "nope.json" in err) == (2, True)
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A record of three calls."""
+    calls = [
+        Invocation(kernel=offline_program.MIX, args=(jax.ShapeDtypeStruct((1, n, 8), "float32"),)) for n in (4, 5, 6)
+    ]
+    specs.write([specs.to_spec(inv) for inv in calls], tmp_path / "record.json")
+    return tmp_path / "record.json"
+
+
+def press_ctrl_c(monkeypatch, method, call):
+    """Sends Ctrl-C once `Bench` has done something for that call."""
+    do, seen = getattr(Bench, method), set()
+
+    def stopping(self, *args):
+        done = do(self, *args)
+        seen.add(self.problem.args[0].shape)
+        if len(seen) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return done
+
+    monkeypatch.setattr(Bench, method, stopping)
+
+
+def test_ctrl_c_ends_the_command_and_keeps_what_was_measured(capsys, monkeypatch, tmp_path, record):
+    press_ctrl_c(monkeypatch, "measure", call=2)
+    command = ["tune", record, "--isolation", "thread", "--store", tmp_path / "s", "--out", tmp_path / "pack.json"]
+    code, out, err = ejkernel(capsys, *command)
+    assert code == 130
+    assert ["(incomplete)" in line for line in out.splitlines()[1:]] == [False, True]
+    assert err == "stopped: 1 of 3 calls were not reached.\n"
+    kept = json.loads((tmp_path / "pack.json").read_text())["entries"]
+    assert sorted(entry["complete"] for entry in kept) == [False, True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_call_that_ctrl_c_stops_before_it_was_measured_did_not_run_out_of_budget(capsys, monkeypatch, tmp_path, record):
+    press_ctrl_c(monkeypatch, "build", call=1)
+    command = ["tune", record, "--isolation", "thread", "--store", tmp_path / "s", "--out", tmp_path / "pack.json"]
+    code, out, err = ejkernel(capsys, *command, "--json")
+    assert code == 130
+    assert json.loads(out)["tuned"] == []
+    first, second, third = err.splitlines()
+    assert first.endswith(": stopped before anything was measured")
+    assert second.startswith("not written: ")
+    assert third == "stopped: 2 of 3 calls were not reached."
+
+
+def test_second_ctrl_c_does_not_wait_for_the_call(capsys, monkeypatch, tmp_path, record):
+    def twice(self, *args):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return []
+
+    monkeypatch.setattr(Bench, "build", twice)
+    code, _, err = ejkernel(capsys, "tune", record, "--isolation", "thread", "--store", tmp_path / "s")
+    assert (code, err) == (130, "stopped: 3 of 3 calls were not reached.\n")
 
 
 def test_command_finds_kernels_of_the_current_directory(tmp_path):
     import subprocess
     import sys
-    from pathlib import Path
 
     (tmp_path / "mine.py").write_text(Path(offline_program.__file__).read_text())
     script = Path(sys.executable).with_name("ejkernel")

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -69,7 +70,12 @@ def prune(
 
 
 def _verify_directory(files: StoreFiles) -> Iterator[Problem]:
-    for path in files.scan():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", store_files.StoreWarning)
+        paths = list(files.scan())
+    for warning in told:
+        yield Problem(where=str(files.root), level="error", text=str(warning.message))
+    for path in paths:
         try:
             entry = layers.read_entry(path)
         except (EntryError, OSError) as e:

@@ -41,7 +41,7 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
     inv = on_its_platform(inv, kernel)
     tuning = Autotuner(**settings).tune(inv, kernel)
     if tuning.measurement is None:
-        raise EjkernelError(f"{inv.op_id} {inv.call_key}: the budget ended before anything was measured.")
+        raise EjkernelError(f"{inv.op_id} {inv.call_key}: stopped before anything was measured.")
     made = entries.make(
         inv.key,
         tuning.cfg,
@@ -81,14 +81,18 @@ def _wave(calls: list[specs.Spec], executor: Executor, settings: Mapping[str, An
             waiting[executor.submit(tune_spec, spec, dict(settings or {}))] = spec
         except Exception as error:  # noqa: BLE001 - a pool that broke meanwhile; what it has finished still counts.
             yield Finished(spec, None, f"{type(error).__name__}: {error}")
-    for future in as_completed(waiting):
-        spec = waiting[future]
-        error = future.exception()
-        if error is not None:
-            # Whatever broke on a worker concerns this call alone; the others go on.
-            yield Finished(spec, None, f"{type(error).__name__}: {error}")
-        else:
-            yield Finished(spec, entries.from_data(future.result()))
+    try:
+        for future in as_completed(waiting):
+            spec = waiting[future]
+            error = future.exception()
+            if error is not None:
+                # Whatever broke on a worker concerns this call alone; the others go on.
+                yield Finished(spec, None, f"{type(error).__name__}: {error}")
+            else:
+                yield Finished(spec, entries.from_data(future.result()))
+    finally:
+        for future in waiting:  # After Ctrl-C: what has not begun need not.
+            future.cancel()
 
 
 @contextmanager

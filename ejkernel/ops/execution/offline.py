@@ -172,7 +172,7 @@ def tune_each(
             )
             continue
         if tuning.measurement is None:
-            yield Outcome(inv, None, "the budget ended before anything was measured")
+            yield Outcome(inv, None, "stopped before anything was measured")
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
             yield Outcome(inv, tuning)

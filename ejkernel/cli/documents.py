@@ -1,0 +1,56 @@
+"""Documents for scripts: what a command writes to the standard output, and nothing that others print there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TextIO
+
+_alone: ContextVar[TextIO | None] = ContextVar("_alone", default=None)
+
+
+def stream() -> TextIO:
+    """Where documents go: the standard output, even while `alone` keeps others from it."""
+    return _alone.get() or sys.stdout
+
+
+def write_utf8(text: str) -> None:
+    """Writes a document whose encoding is part of what it is, whatever the locale says."""
+    out = stream()
+    out.flush()
+    if (binary := getattr(out, "buffer", None)) is None:
+        out.write(text)
+    else:
+        binary.write(text.encode())
+        binary.flush()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Sends to the standard error what kernels, their compilers and programs print to the standard output."""
+    with contextlib.ExitStack() as stack:
+        token = _alone.set(stack.enter_context(_apart(sys.stdout)))
+        stack.callback(_alone.reset, token)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+@contextlib.contextmanager
+def _apart(out: TextIO) -> Iterator[TextIO]:
+    """A stream to where `out` goes, while the file descriptor of `out` leads to the standard error."""
+    try:
+        fd, aside = out.fileno(), sys.stderr.fileno()
+    except (OSError, AttributeError):  # A program put something else there, or it is closed.
+        yield out
+        return
+    out.flush()
+    with os.fdopen(os.dup(fd), "w", encoding="utf-8") as own:
+        os.dup2(aside, fd)
+        try:
+            yield own
+        finally:
+            out.flush()
+            os.dup2(own.fileno(), fd)
