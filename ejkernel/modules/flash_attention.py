@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.kernels.flash_attention import masks, reference, spaces, xla
 from ejkernel.kernels.flash_attention.arguments import (
@@ -428,12 +429,12 @@ def flash_attention(
     }
     # Only what differs from its default: an eager call with few arguments is found fastest.
     given = {
-        "causal": (causal, False),
-        "softmax_scale": (softmax_scale, None),
+        "causal": (_python(causal), False),
+        "softmax_scale": (_python(softmax_scale), None),
         "sliding_window": (_hashable(sliding_window), None),
-        "logits_soft_cap": (logits_soft_cap, None),
-        "dropout_prob": (dropout_prob, 0.0),
-        "normalize_output": (normalize_output, True),
+        "logits_soft_cap": (_python(logits_soft_cap), None),
+        "dropout_prob": (_python(dropout_prob), 0.0),
+        "normalize_output": (_python(normalize_output), True),
         "precision": (_hashable(precision), None),
         "platform": (platform, None),
     }
@@ -472,7 +473,13 @@ def _agreed_platform(platform: Any, cfg: FlashAttentionConfig | None) -> Any:
 
 
 def _hashable(x: Any) -> Any:
-    return tuple(x) if isinstance(x, list) else x
+    return tuple(map(_python, x)) if isinstance(x, (list, tuple)) else _python(x)
+
+
+def _python(x: Any) -> Any:
+    """NumPy's and JAX's numbers as Python's: as arguments they would count as arrays, whose values tracing hides."""
+    known = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
+    return x.item() if known and x.ndim == 0 else x
 
 
 def _dtype_name(dtype: Any) -> Any:

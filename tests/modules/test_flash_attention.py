@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.flash_attention import reference
+from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import (
@@ -342,3 +343,24 @@ def test_spoiled_row_and_a_missing_tile_are_wrong_and_rounding_is_not():
     assert wrong(want.at[0, 3, 0, 0].add(0.15), want) is None
     assert "error" in wrong(want.at[0, 4095, 1].multiply(-1), want)
     assert "relative error" in wrong(want * 1.1, want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softmax_scale": 1 / np.sqrt(16)}, {"softmax_scale": jnp.float32(0.25)}, {"logits_soft_cap": np.float64(30)},
+        {"sliding_window": np.int64(4)}, {"sliding_window": (np.int32(3), None)}, {"causal": np.bool_(True)},
+        {"normalize_output": np.bool_(False)}, {"dropout_prob": np.float32(0.5), "dropout_seed": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_of_numpy_and_jax_count_as_pythons(options):
+    plain = lambda x: tuple(map(plain, x)) if isinstance(x, tuple) else getattr(x, "item", lambda: x)()
+    q, k, v = arrays()
+    got = flash_attention(q, k, v, **options)
+    close(got, flash_attention(q, k, v, **{name: plain(x) for name, x in options.items()}))
+
+
+def test_traced_scale_says_what_to_give():
+    with pytest.raises(AttentionArgumentError, match="softmax_scale must be a Python number, known while tracing"):
+        jax.jit(lambda s: flash_attention(*arrays(), softmax_scale=s))(0.5)

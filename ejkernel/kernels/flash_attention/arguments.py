@@ -337,7 +337,10 @@ def _number(name: str, x: Any) -> float:
         return float(x)
     if isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) and x.shape == ():
         return float(x)
-    raise AttentionArgumentError(f"{name} must be a Python number, known while tracing, got {type(x).__name__}.")
+    raise AttentionArgumentError(
+        f"{name} must be a Python number, known while tracing, got {type(x).__name__}. NumPy's numbers count as arrays "
+        "here: give float(x)."
+    )
 
 
 def _flag(name: str, x: Any) -> bool:
