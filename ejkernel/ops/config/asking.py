@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,15 +22,23 @@ def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
 
 
 def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
-    """What tuning may try, by the variant of `config_space` or `candidate_cfgs` for the call's platform."""
+    """What tuning may try, by the variant of `config_space` or `candidate_cfgs` for the call's platform.
+
+    Of the two, that of the most derived class counts.
+    """
     if isinstance(kernel, BatchedKernel):
         return candidates(kernel.asked(inv), kernel.inner)
     platform = inv.platform or get_device_platform()
-    for method in ("config_space", "candidate_cfgs"):
-        found = dispatch.find(kernel, method, inv.context, platform)
-        if found is not None and getattr(found, "__func__", found) is not getattr(Kernel, method):
-            return found(inv)
-    return [heuristic(inv, kernel)]
+    methods = [dispatch.find(kernel, name, inv.context, platform) for name in ("config_space", "candidate_cfgs")]
+    bases = (Kernel.config_space, Kernel.candidate_cfgs)
+    own = [method for method in methods if method is not None and getattr(method, "__func__", method) not in bases]
+    return min(own, key=partial(_depth, type(kernel)))(inv) if own else [heuristic(inv, kernel)]
+
+
+def _depth(cls: type, method: Callable[..., Any]) -> int:
+    """How many classes stand before the one that defines `method`; -1 for what an instance was given."""
+    name = getattr(method, "__name__", "")
+    return next((depth for depth, base in enumerate(cls.__mro__) if name in vars(base)), -1)
 
 
 def accepts(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ejkernel.ops.utils.arguments import is_array
 
@@ -30,12 +31,24 @@ _PREFERRED = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 
 
 def stable_json(value: Any) -> str:
-    """Canonical JSON text: sorted keys, no spaces, ASCII only."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    """Canonical JSON text: sorted keys, no spaces, ASCII only; configs by their fields."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_jsonable
+    )
+
+
+def _jsonable(value: Any) -> Any:
+    """What JSON has no word for; unlike in a call's key, floats count."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"object": qualified_name(type(value)), "fields": fields}
+    if isinstance(value, np.generic):
+        return value.item()
+    return describe_static(value)
 
 
 def short_hash(value: Any) -> str:
-    """16 hex digits that identify `value`, given as text or as JSON-able data."""
+    """16 hex digits that identify `value`: text, data, a config."""
     text = value if isinstance(value, str) else stable_json(value)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -170,7 +183,14 @@ def describe_static(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: describe_static(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"object": qualified_name(type(value)), "fields": values}
-    return {"object": qualified_name(value if hasattr(value, "__qualname__") else type(value))}
+    if isinstance(value, (slice, range)):
+        return {type(value).__name__: [describe_static(x) for x in (value.start, value.stop, value.step)]}
+    if isinstance(value, PartitionSpec):
+        return {"spec": [describe_static(x) for x in value]}
+    name = getattr(value, "__qualname__", None) or (callable(value) and getattr(value, "__name__", None))
+    if isinstance(name, str):  # A function or class; ufuncs have no qualified name.
+        return {"object": f"{getattr(value, '__module__', None) or 'builtins'}.{name}"}
+    return {"object": qualified_name(type(value))}
 
 
 def qualified_name(value: Any) -> str:

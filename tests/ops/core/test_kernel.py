@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel._compat import Axis
 from ejkernel.ops import Invocation, Kernel, default_key_builder_with_sharding, registry
+from ejkernel.ops.config.asking import candidates
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.batched import Batch, BatchedKernel
 from ejkernel.ops.core.kernel import KernelDefinitionError
 from tests.support import Plain, Scale, new_executor
 
@@ -467,3 +471,94 @@ def test_unhashable_and_dict_configs_run():
     np.testing.assert_array_equal(executor(AnyConfig(), X), 2 * X)
     for factor in (3, 4):
         np.testing.assert_array_equal(executor(AnyConfig(), X, cfg={"factor": factor}), factor * X)
+
+
+class Listed(Bare):
+    def heuristic_cfg(self, inv):
+        return Scale(1)
+
+    def config_space(self, inv):
+        return [Scale(1), Scale(2)]
+
+
+class Renamed(Listed):
+    def candidate_cfgs(self, inv):
+        return [Scale(3)]
+
+
+class Again(Renamed):
+    def config_space(self, inv):
+        return [Scale(4)]
+
+
+class Extended(Bare):
+    def heuristic_cfg(self, inv):
+        return Scale(1)
+
+    def candidate_cfgs(self, inv):
+        return [*super().candidate_cfgs(inv), Scale(5)]
+
+
+class ExtendedSpace(Extended):
+    def config_space(self, inv):
+        return [Scale(6)]
+
+
+@pytest.mark.parametrize(
+    ("cls", "factors"), [(Listed, [1, 2]), (Renamed, [3]), (Again, [4]), (Extended, [1, 5]), (ExtendedSpace, [6])]
+)
+def test_candidates_are_those_of_the_most_derived_class(cls, factors):
+    kernel = cls()
+    assert [cfg.factor for cfg in candidates(Invocation(kernel=kernel, args=(X,)), kernel)] == factors
+
+
+def key_of(kernel):
+    return Invocation(kernel=kernel, args=(X,)).call_key
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        (2, 3, False), (2, True, False), ("a", "b", False), ((1, 2), (1, 3), False), (None, 0, False),
+        (jnp.dtype("int8"), jnp.dtype("int16"), False), (2, 2, True), (0.5, 0.7, True), ([1], [2], True),
+    ],
+)  # fmt: skip
+def test_plain_attributes_are_in_the_key(one, two, same):
+    assert (key_of(Counted(one)) == key_of(Counted(two))) is same
+
+
+def test_attributes_enter_the_key_as_they_are_outside_of_traces():
+    class Noting(Counted):
+        def __init__(self, power):
+            super().__init__(power)
+            self.notes = 0
+
+        def run(self, x, *, cfg):
+            self.notes += 1
+            return x**self.power
+
+    executor, kernel = new_executor(), Noting(2)
+    before = key_of(kernel)
+    executor(kernel, X)
+    assert (kernel.notes, key_of(kernel)) == (1, before)
+    assert executor.explain(kernel, X).key[2] == before
+    kernel.power = 3
+    assert key_of(kernel) != before
+    assert key_of(Bare()) == key_of(Bare())
+    assert "attributes" not in Invocation(kernel=Bare(), args=(X,)).signature
+
+
+def test_attributes_are_in_the_keys_of_batches_and_backwards_too():
+    wrapped = lambda power: [
+        BatchedKernel(Counted(power), Batch(Axis(3, None, None), (0,))),
+        BackwardKernel(Counted(power)),
+    ]
+    for one, two in zip(wrapped(2), wrapped(3), strict=True):
+        assert key_of(one) != key_of(two)
+
+
+def test_key_builder_must_return_text():
+    kernel = Bare()
+    kernel.key_builder = lambda inv: 5
+    with pytest.raises(KernelDefinitionError, match="key_builder must return a string, got 5"):
+        key_of(kernel)

@@ -97,6 +97,8 @@ def test_values_of_arrays_and_floats_are_not_in_the_key(shape, a, b):
         (functools.partial(jnp.sum, axis=0), functools.partial(jnp.sum, axis=1)),
         (jax.lax.Precision.HIGH, jax.lax.Precision.DEFAULT), ({"1": 2}, {1: 2}),
         (jnp.ones(3), jnp.ones((3, 1))), (jnp.ones(3), jnp.ones(3, jnp.bfloat16)), (b"a", "a"),
+        (jnp.add, jnp.multiply), (np.add, jnp.add), (slice(0, 1), slice(0, 2)), (range(2), range(3)),
+        (P("x"), P("y")), (P("x"), ("x",)),
     ],
 )  # fmt: skip
 def test_different_work_has_different_keys(one, two):
@@ -205,3 +207,18 @@ def test_sharding_fingerprint_names_meshes_and_specs_and_never_devices():
     inv = lambda x: Invocation(kernel=KERNEL, args=(x,))
     one, two = (default_key_builder_with_sharding(inv(put(devices, s))) for s in (P("x"), P("y")))
     assert one != two
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    rows: int
+    scale: float = 1.0
+    dtype: object = jnp.float32
+    mode: Colour = Colour.RED
+
+
+def test_configs_are_hashed_by_all_their_fields():
+    assert short_hash(Tiles(1)) == short_hash(Tiles(1)) == short_hash(dataclasses.replace(Tiles(2), rows=1))
+    others = [Tiles(2), Tiles(1, 0.5), Tiles(1, dtype=jnp.bfloat16), Tiles(1, mode=Colour.BLUE), {"rows": 1}]
+    assert len({short_hash(x) for x in [Tiles(1), *others]}) == 6
+    assert stable_json({"n": np.int64(3), "dtype": jnp.float32}) == '{"dtype":{"dtype":"float32"},"n":3}'
