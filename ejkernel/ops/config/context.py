@@ -6,6 +6,7 @@ is traced again when they change, and found again when they change back.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -100,7 +101,7 @@ class Served:
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, list[Any]] = {}
-        self._guessed: set[Hashable] = set()
+        self._guessed: dict[Hashable, set[Hashable]] = {}
         self._lock = threading.Lock()
 
     def ask(self, key: Hashable) -> None:
@@ -110,6 +111,7 @@ class Served:
 
     def note(self, key: Hashable, cfg: Any, *, guessed: bool = False) -> None:
         """The call that asked was traced with `cfg`; if that was a guess, a neighbour's entry may better it."""
+        cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)  # Whoever holds it may change it and put it again.
         with self._lock:
             answers = self._answers.setdefault(key, [])
             if _PENDING in answers:
@@ -117,7 +119,7 @@ class Served:
             if not any(same_cfg(cfg, answer) for answer in answers):
                 answers.append(cfg)
             if guessed:
-                self._guessed.add(_group(key))
+                self._guessed.setdefault(_group(key), set()).add(key)
 
     def forget(self, key: Hashable) -> None:
         """The call that asked was answered by somebody else, whom a change here does not concern."""
@@ -129,13 +131,12 @@ class Served:
     def changed(self, key: Hashable, cfg: Any) -> None:
         """The cache now holds `cfg` (None: nothing) under `key`."""
         with self._lock:
-            answers, group = self._answers.get(key), _group(key)
-            if answers is None and group not in self._guessed:
-                return
-            if answers is not None and all(same_cfg(answer, cfg) for answer in answers):
+            group = _group(key)
+            neighbours = self._guessed.get(group, set()) - {key}
+            if not neighbours and all(same_cfg(answer, cfg) for answer in self._answers.get(key, ())):
                 return
             self._answers.pop(key, None)
-            self._guessed.discard(group)
+            self._guessed.pop(group, None)
         invalidate()
 
 

@@ -38,9 +38,12 @@ class StoreSettingError(EjkernelError, ValueError):
 def default_root() -> Path:
     """Directory of the default store."""
     if directory := os.environ.get("EJKERNEL_CACHE_DIR"):
-        return Path(directory).expanduser() / "configs"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "ejkernel" / "configs"
+        return _local(directory) / "configs"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    except RuntimeError:  # No home directory: where nothing can be, so that the process goes on in memory and says so.
+        base = Path(os.devnull)
+    return base / "ejkernel" / "configs"
 
 
 class PersistentCache:
@@ -317,7 +320,10 @@ def _local(path: str) -> Path:
         raise StoreSettingError(
             f"PersistentCache: path must be a local directory, got {path!r}. Pass packs=[{path!r}]."
         )
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise StoreSettingError(f"PersistentCache: {path!r} has no meaning here: {error}") from error
 
 
 def _stale(value: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import ejkernel
 from ejkernel.ops.utils.source import source_hash
 
+SOURCE_CHANGED = "kernel source changed"
 _TOOLCHAIN = ("jax", "jaxlib")
 
 
@@ -37,7 +38,7 @@ def changes(stored: Mapping[str, Any], kernel: Any) -> str | None:
     found = [f"{name} {stored[name]} -> {now}" for name, now in current.items() if now and stored.get(name, now) != now]
     source = source_hash(kernel)
     if source and stored.get("kernel_source", source) != source:
-        found.insert(0, "kernel source changed")
+        found.insert(0, SOURCE_CHANGED)
     return "; ".join(found) or None
 
 

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
@@ -34,6 +34,7 @@ class ConfigNotFoundError(EjkernelError, LookupError):
     """The policy is `frozen` and nothing is stored for a call."""
 
 
+@runtime_checkable
 class Tuner(Protocol):
     """What a selector needs of a tuner."""
 
@@ -81,6 +82,18 @@ class Selection(NamedTuple):
 OnEvent = Callable[..., None]
 
 
+def _is_other_code(stale: str) -> bool:
+    from ejkernel.ops.config.provenance import SOURCE_CHANGED
+
+    return SOURCE_CHANGED in stale
+
+
+def _is_redefined(cls: type, wanted: Any) -> bool:
+    """Whether `cls` is what a notebook's cell or a reloaded module had in the place where `wanted` is now."""
+    place = lambda x: (x.__module__, x.__qualname__)
+    return isinstance(wanted, type) and cls is not wanted and place(cls) == place(wanted)
+
+
 def make_tuner(tuner: Tuner | None) -> Any:
     """What measures for a selector that was given `tuner`; `ejkernel.ops.execution`, which stands above, sets it."""
     raise EjkernelError("ConfigSelectorChain: tuning needs `import ejkernel.ops`.")
@@ -100,6 +113,11 @@ def agreement_here() -> Agreement | None:
     from ejkernel.ops.config.agreement import current
 
     return current()
+
+
+def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
+    if value is not None and not fits:
+        raise EjkernelError(f"ConfigSelectorChain: {name} must be {wanted} or None, got {value!r}.")
 
 
 class _Flights:
@@ -133,6 +151,11 @@ class ConfigSelectorChain:
     ) -> None:
         if policy is not None and autotune is not None:
             raise EjkernelError("ConfigSelectorChain: give autotune= or policy=, not both.")
+        _check("policy", policy, "an AutotunePolicy", isinstance(policy, AutotunePolicy))
+        _check("cache", cache, "a ConfigCache", hasattr(cache, "get") and hasattr(cache, "put"))
+        _check("persistent", persistent, "a PersistentCache", hasattr(persistent, "lookup"))
+        _check("tuner", tuner, "a Tuner", hasattr(tuner, "autotune"))
+        _check("on_event", on_event, "a function", callable(on_event))
         self.cache = cache if cache is not None else ConfigCache()
         self.persistent = persistent
         self.tuner = tuner
@@ -267,9 +290,15 @@ class ConfigSelectorChain:
 
     def stored(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
         """The tiers that belong to this process."""
-        yield Tier("memory", self.cache.get(*inv.key))
+        yield self._memory_tier(inv, kernel)
         if self.persistent is not None:
             yield self._persistent_tier(self.persistent, inv, kernel, policy)
+
+    def _memory_tier(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Tier:
+        cfg, wanted = self.cache.get(*inv.key), kernel.cfg_type
+        if cfg is not None and _is_redefined(type(cfg), wanted):
+            return Tier("memory", None, f"{wanted.__qualname__} was defined anew since")
+        return Tier("memory", cfg)
 
     def _persistent_tier(
         self, store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
@@ -279,6 +308,8 @@ class ConfigSelectorChain:
             return Tier("persistent")
         if entry.stale and policy.stale == "retune" and policy.autotune == "on":
             return Tier("persistent", None, f"stale: {entry.stale}")
+        if entry.stale and _is_other_code(entry.stale) and not accepts(inv, kernel, entry.cfg):
+            return Tier("persistent", None, f"{entry.cfg!r} is no candidate any more: {entry.stale}")
         return Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
 
     def _transferred(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
@@ -326,6 +357,9 @@ class ConfigSelectorChain:
         if policy.autotune == "frozen":
             raise ConfigNotFoundError(self._miss(inv))
         if policy.autotune == "record":
+            from ejkernel.ops import registry
+
+            registry.record_invocation(kernel, inv)
             self._emit("miss", inv)
         transferred = self._transferred(inv, kernel, policy)
         return transferred if transferred.cfg is not None else Tier("heuristic", heuristic(inv, kernel))

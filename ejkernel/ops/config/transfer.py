@@ -99,4 +99,6 @@ def _tuned(cache: PersistentCache, device: str, op_id: str) -> list[Tuned]:
 
 def _summary(entry: StoredEntry) -> Tuned:
     kind, sizes = describe(entry.signature or {})
+    if not all(isinstance(size, int) for size in sizes):
+        sizes = ()  # Symbolic, or damaged: near nothing.
     return Tuned(kind, sizes, entry.complete, entry.place)

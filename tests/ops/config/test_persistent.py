@@ -222,6 +222,38 @@ def test_a_home_in_the_path_is_expanded(monkeypatch, tmp_path):
     assert (tmp_path / "here").is_dir()
 
 
+def test_without_a_home_it_goes_on_in_memory(monkeypatch):
+    for name in ("EJKERNEL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    cache = PersistentCache(packs=())
+    assert cache.get(*KEY) is None
+    with pytest.warns(StoreWarning, match="goes on in memory"):
+        cache.put(*KEY, Config(1))
+    assert cache.get(*KEY, cfg_type=Config) == Config(1)
+
+
+def test_home_of_nobody_is_named(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "~nobody-of-that-name/x")
+    with pytest.raises(StoreSettingError, match="'~nobody-of-that-name/x' has no meaning here"):
+        PersistentCache()
+
+
+def test_relative_directory_stays_where_it_was(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "here")
+    cache = PersistentCache(packs=())
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    cache.put(*KEY, Config(1))
+    assert list((tmp_path / "here").rglob("*.json"))
+    assert not list((tmp_path / "sub").iterdir())
+
+
 def test_construction_touches_no_file(tmp_path):
     PersistentCache(tmp_path / "a", packs=[tmp_path / "absent.json"])
     assert list(tmp_path.iterdir()) == []

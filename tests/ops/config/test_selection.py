@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,11 @@ from ejkernel.ops import (
     AutotunePolicy,
     ConfigCache,
     ConfigSelectorChain,
+    EjkernelError,
     Executor,
+    Kernel,
     PersistentCache,
+    get_invocations,
     overlay_cache,
     policy_override,
 )
@@ -402,3 +406,58 @@ def test_data_that_a_call_was_tuned_on_is_not_kept(style):
 class _Forgetful:
     def append(self, item):
         pass
+
+
+def test_config_of_a_class_that_was_defined_anew_is_not_served():
+    def cell(fields):
+        scope = {"Kernel": Kernel, "jax": jax, "dataclass": dataclass, "__name__": "cell"}
+        exec(
+            f"@dataclass(frozen=True)\nclass Cfg:\n    {fields}\n"
+            "class Cell(Kernel[Cfg, jax.Array]):\n"
+            "    def run(self, x, *, cfg):\n        assert isinstance(cfg, Cfg)\n        return x * cfg.n\n"
+            "    def heuristic_cfg(self, inv): return Cfg()",
+            scope,
+        )
+        return scope["Cell"](), scope["Cfg"]
+
+    executor = new_executor()
+    first, cfg = cell("n: int = 1")
+    executor.chooser.cache.put(*executor.explain(first, X).key, cfg(3))
+    np.testing.assert_array_equal(executor(first, X), 3 * X)
+    second, _ = cell("n: int = 2; more: int = 0")
+    np.testing.assert_array_equal(executor(second, X), 2 * X)
+    assert "Cfg was defined anew since" in str(executor.explain(second, X))
+
+
+def test_config_that_is_changed_in_place_and_put_again_reaches_jitted_functions():
+    @dataclass
+    class Mutable:
+        factor: int
+
+    executor, kernel = new_executor(), Counting()
+    key, cfg = executor.explain(kernel, X).key, Mutable(2)
+    executor.chooser.cache.put(*key, cfg)
+    np.testing.assert_array_equal(executor(kernel, X), 2 * X)
+    cfg.factor = 5
+    executor.chooser.cache.put(*key, cfg)
+    np.testing.assert_array_equal(executor(kernel, X), 5 * X)
+
+
+def test_record_policy_records_the_miss(setting):
+    executor, kernel, key, _ = setting
+    with policy_override(autotune="record"):
+        executor(kernel, X)
+    assert get_invocations()["counting"].keys() == {key[2]}
+    executor.chooser.cache.put(*executor.explain(kernel, X[:2]).key, Scale(2))
+    with policy_override(autotune="record"):
+        executor(kernel, X[:2])
+    assert len(get_invocations()["counting"]) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "on"}, {"cache": 5}, {"persistent": "/tmp/x"}, {"tuner": 5}, {"on_event": "print"}], ids=str
+)
+def test_parts_of_a_selector_are_checked_at_once(options):
+    ((name, value),) = options.items()
+    with pytest.raises(EjkernelError, match=rf"ConfigSelectorChain: {name} must be .* or None, got {value!r}"):
+        ConfigSelectorChain(**options)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Autotuner, ConfigCache, ConfigSelectorChain, Executor, PersistentCache, policy_override
+from ejkernel.ops import (
+    Autotuner,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    PersistentCache,
+    autotune,
+    policy_override,
+)
 from ejkernel.ops.config.persistent import StoreWarning
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from tests.support import OwnBackward, Plain, Scale
@@ -27,6 +35,16 @@ class Shaped(Plain):
 
     def config_space(self, inv):
         return [Scale(f) for f in (1, 2, 4, 8, 16, 32) if inv.args[0].shape[0] % f == 0]
+
+
+class Slow(Shaped):
+    """A kernel whose guess loses against 2, which its reference says is right."""
+
+    def reference(self, x):
+        return 2 * x
+
+    def config_space(self, inv):
+        return [Scale(1), Scale(2)]
 
 
 class Slowed(Shaped):
@@ -113,6 +131,23 @@ class TestStale:
         with policy_override(stale="retune", autotune="on"):
             np.testing.assert_array_equal(setting(Shaped(), X), 8 * X)
 
+    @pytest.mark.parametrize("autotune", ["off", "record", "on"])
+    def test_config_that_an_edited_kernel_no_longer_lists_is_not_used(self, tmp_path, autotune):
+        executor, store = new(tmp_path)
+        inv = executor.explain(Shaped(), X).selection.inv
+        for factor in (4, 16):  # 16 does not divide the rows.
+            store.put(*inv.key, Scale(factor), signature=inv.signature, provenance={"kernel_source": "of yesterday"})
+            listed = factor == 4
+            explanation = executor.explain(Shaped(), X)
+            assert explanation.tier == ("persistent" if listed else "heuristic")
+            assert ("no candidate any more: kernel source changed" in str(explanation)) is not listed
+            with policy_override(autotune=autotune):
+                np.testing.assert_array_equal(executor(Shaped(), X), (4 if listed else 1) * X)
+        store.put(*inv.key, Scale(16), signature=inv.signature, provenance={"kernel_source": "of yesterday"})
+        executor.chooser.cache.clear()
+        with policy_override(autotune="frozen"), pytest.raises(ConfigNotFoundError):
+            executor(Shaped(), X)
+
 
 class TestTransfer:
     def test_nearest_tuned_shape_serves_and_is_marked(self, tmp_path):
@@ -143,6 +178,28 @@ class TestTransfer:
         assert (explanation.tier, explanation.cfg) == ("heuristic", Scale())
         assert "the guess was not beaten for args[0].shape: (16, 4) -> (8, 4)" in str(explanation)
         np.testing.assert_array_equal(executor(Shaped(), X), X)
+
+    @pytest.mark.parametrize("how", ["call", "autotune"])
+    def test_tuning_reaches_neighbours_that_were_traced_with_a_guess(self, tmp_path, how):
+        executor, _ = new(tmp_path)
+        jitted = jax.jit(lambda x: executor(Slow(), x))
+        near = jnp.ones((16, 4))
+        np.testing.assert_array_equal(jitted(near), near)
+        if how == "call":
+            with policy_override(autotune="on"):
+                executor(Slow(), X)
+        else:
+            autotune(Slow(), X, selector=executor.chooser)
+        assert executor.choose_config(Slow(), near) == Scale(2)
+        np.testing.assert_array_equal(executor(Slow(), near), 2 * near)
+        np.testing.assert_array_equal(jitted(near), 2 * near)
+
+    def test_damaged_signature_is_near_nothing(self, tmp_path):
+        executor, store = new(tmp_path)
+        inv = put(executor, store, Scale(4), jnp.ones((16, 4)))
+        signature = {**inv.signature, "args": [{"dtype": "float32", "shape": ["a", 4]}]}
+        store.put(*inv.key, Scale(4), signature=signature)
+        assert executor.explain(Shaped(), X).tier == "heuristic"
 
     def test_outcome_of_a_real_tuning_says_whether_the_guess_was_beaten(self, tmp_path):
         near = jnp.ones((16, 4))
