@@ -148,6 +148,22 @@ class Gathering(Doubling):
         return busy(2 * x[index], cfg.loops)
 
 
+class GatheringBackward(Gathering):
+    """The same with a backward of its own."""
+
+    def fwd_with_residuals(self, x, index, *, cfg):
+        return self.run(x, index, cfg=cfg), None
+
+    def vjp(self, residuals, out, dout, x, index, *, cfg):
+        return busy(jnp.zeros_like(x).at[index].add(2 * dout), cfg.loops), None
+
+    def heuristic_cfg_vjp(self, inv):
+        return Work()
+
+    def config_space_vjp(self, inv):
+        return [Work(MIDDLE), Work(FAST)]
+
+
 class GatheringWithExamples(Gathering):
     """The same, with legal data for abstract calls."""
 

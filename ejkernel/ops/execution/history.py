@@ -44,6 +44,24 @@ class Decided:
     speedup: Mapping[str, Any] | None = None
 
 
+def _is_sound(record: Mapping[str, Any]) -> bool:
+    """Whether a line of a file is what this version writes: another may write more, and a damaged one anything."""
+    try:
+        if "rejected" in record:
+            each = record["rejected"]
+            Rejected(each["outcome"], each["reason"])
+            return isinstance(each["id"], str) and (each.get("limit") is None or len(each["limit"]) == 2)
+        if "decided" in record:
+            seconds = Decided(**record["decided"]).seconds
+            return all(isinstance(value, float) for value in seconds.values())
+        if "race" in record:
+            race = record["race"]
+            return isinstance(race["goes_on"], bool) and isinstance(race["clock"], str) and bool(set(race["entrants"]))
+        return all(isinstance(value, float) for value in record["round"].values()) if "round" in record else True
+    except (TypeError, KeyError, AttributeError):
+        return False
+
+
 class History:
     """The trials of one call that were made with the same kernel source and toolchain as here.
 
@@ -71,7 +89,7 @@ class History:
         source = None if kernel is None else source_hash(kernel, skip=_SPACE)
         self._at = short_hash([*(found.get(name) for name in _COMPARABLE), source, aim])
         records = store.read_trials(key) if store is not None else []
-        self._records = [record for record in records if record.get("at") == self._at]
+        self._records = [record for record in records if record.get("at") == self._at and _is_sound(record)]
         self.rejected = {
             each["id"]: Rejected(each["outcome"], each["reason"])
             for each in self._all("rejected")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
@@ -63,14 +65,16 @@ def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = 
     """
     owner = forward_of(kernel)
     if inv.is_abstract and getattr(owner, "example_inputs", None) is None:
-        _refuse_integers(inv.op_id, (inv.args, dict(inv.kwargs)))
+        _refuse_integers(inv.op_id, (inv.args, dict(inv.kwargs)), backward=isinstance(kernel, BackwardKernel))
     space = configs if configs is not None else candidates(inv, kernel)
     return Outline(inv.op_id, space, heuristic(inv, kernel), getattr(owner, "reference", None) is not None)
 
 
-def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Problem:
-    """The problem of one call, forward or backward."""
+def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: bool = False) -> Problem:
+    """The problem of one call, forward or backward; `as_given` leaves its data alone, whether it tells much or not."""
     args, kwargs = concrete_inputs(inv, kernel)
+    if not as_given:
+        args, kwargs = telling((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
     if inv.axes:
         kernel, place = on_mesh(kernel, inv.axes)
         put = lambda x: place(x) if arguments.is_array(x) else x
@@ -113,9 +117,37 @@ def concrete_inputs(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> tupl
     # The same data in every process that tunes the same call.
     key = jax.random.key(zlib.crc32(inv.call_key.encode()))
     if (make := getattr(forward_of(kernel), "example_inputs", None)) is not None:
-        args, kwargs = make(inv, key)
-        return tuple(args), dict(kwargs)
+        found = make(inv, key)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+            raise TuningInputsError(
+                f"{inv.op_id}: example_inputs must return (args, kwargs), a tuple and a dict, got {found!r:.200}."
+            )
+        return tuple(found[0]), dict(found[1])
     return materialise(inv.op_id, (inv.args, dict(inv.kwargs)), key)
+
+
+def telling(tree: Any, *, seed: int) -> Any:
+    """`tree` with a little noise on floats that are all the same: a constant tells no tile from its neighbour."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([_noisy(x, (seed, i)) if _is_constant(x) else x for i, x in enumerate(leaves)])
+
+
+def _is_constant(x: Any) -> bool:
+    if not (arguments.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.size > 1):
+        return False
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return False
+    wide = jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32) if jnp.finfo(x.dtype).bits >= 16 else jnp.float32)
+    least = float(wide.min())
+    return math.isfinite(least) and least == float(wide.max())
+
+
+def _noisy(x: Any, seed: tuple[int, int]) -> Any:
+    """Up to a tenth more or less; on zeros, up to a tenth."""
+    noise = np.random.default_rng(seed).uniform(-0.1, 0.1, x.shape)
+    value = np.asarray(x).astype(np.float64)
+    noisy = np.where(value == 0, noise, value * (1 + noise)).astype(x.dtype)
+    return jax.device_put(noisy, x.sharding) if isinstance(x, jax.Array) else noisy
 
 
 def materialise(owner: str, tree: Any, key: jax.Array) -> Any:
@@ -135,7 +167,9 @@ def _is_abstract(x: Any) -> bool:
     return isinstance(x, (jax.ShapeDtypeStruct, Tracer))
 
 
-def _refuse_integers(owner: str, tree: Any) -> None:
+def _refuse_integers(owner: str, tree: Any, *, backward: bool = False) -> None:
+    # A backward is traced apart from its data, even where the call is not.
+    known = "compile it with the executor's `compile`" if backward else "call it once outside of jit and vmap"
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if _is_abstract(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TuningInputsError(
@@ -143,5 +177,5 @@ def _refuse_integers(owner: str, tree: Any) -> None:
                 f"{x.dtype}{list(x.shape)}, and only the kernel knows which integers are legal. Define on the kernel\n"
                 "    def example_inputs(self, inv, key):\n"
                 "        return args, kwargs  # concrete arrays with the shapes of inv.args and inv.kwargs\n"
-                "or call it once outside of jit, where its own arguments are used."
+                f"or {known}, where its own arguments are used."
             )

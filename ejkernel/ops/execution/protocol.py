@@ -39,7 +39,7 @@ class ProtocolTuner:
         """The foreign tuner's choice; stores and seeds are not for it."""
 
         def run() -> Any:
-            problem = from_call(inv, kernel)
+            problem = from_call(inv, kernel, as_given=True)
             return self.tuner.autotune(problem.make_fn, problem.args, problem.kwargs, candidates(inv, kernel))
 
         return Chosen(run_outside(run, contexts=[context.same_scope()]))

@@ -45,6 +45,7 @@ class Rules:
     finalists: int = 4
     final_rounds: tuple[int, int] = (16, 64)  # At least, at most.
     heuristic_tie: float = 0.01  # A new config must be faster than the guess by more than this.
+    clear_win: float = 1.25  # And by this in every round of a race that was stopped too early for an interval.
     tie: float = 0.0025  # Closer than this to the fastest, the preferred one wins.
 
 
@@ -256,8 +257,11 @@ class Race(Generic[Key]):
         h = self._heuristic
         if h is not None and h in slower:
             column = ratios[:, [ranked.index(h)]]
-            doubtful = len(ratios) >= self.rules.first_test and slower[h] <= robust.margin(column, 0.95)[0]
-            if doubtful or slower[h] <= self.rules.heuristic_tie:
+            if len(ratios) >= self.rules.first_test:
+                doubtful = slower[h] <= max(robust.margin(column, 0.95)[0], self.rules.heuristic_tie)
+            else:  # Too few rounds for an interval.
+                doubtful = column.min() <= math.log(self.rules.clear_win)
+            if doubtful:
                 return h
         return min(i for i in ranked if slower[i] <= self.rules.tie)
 

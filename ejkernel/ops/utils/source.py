@@ -27,8 +27,8 @@ def source_hash(item: Any, *, skip: _Skip = ()) -> str | None:
     """16 hex digits for the code of a class, given itself or as an instance.
 
     Covers its bases, and what they name of the same package: global functions and classes, and modules imported inside
-    a function. Methods whose names begin with one of `skip` are left out. None if the source is not to be had (a class
-    typed into a prompt).
+    a function. Methods whose names begin with one of `skip` are left out. Where there is no source (a class typed into
+    a prompt) the compiled code counts, which differs between Python versions. None if there is not even that.
     """
     cls = item if isinstance(item, type) else type(item)
     known = _hashes.setdefault(cls, {})
@@ -50,13 +50,32 @@ def _hash(cls: type, skip: _Skip) -> str | None:
         try:
             code[item] = normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item), skip)
         except (OSError, TypeError, SyntaxError, tokenize.TokenError):
-            if item is cls:
+            code[item] = "" if isinstance(item, Path) else _compiled(item, skip)
+            if item is cls and not code[item]:
                 return None
-            continue
         if not isinstance(item, Path):
             waiting += _referred(item, package, skip)
     # Without names and in order of content: moving a module is not a change.
     return hashlib.sha256("\n".join(sorted(code.values())).encode()).hexdigest()[:16]
+
+
+def _compiled(item: Any, skip: _Skip) -> str:
+    """The code of a class or function as Python runs it; empty if there is none."""
+    functions = sorted(_functions(item, skip), key=lambda f: f.__qualname__)
+    if not functions:
+        return ""
+    return repr([sys.version_info[:2], *((f.__qualname__, _instructions(f.__code__)) for f in functions)])
+
+
+def _instructions(code: types.CodeType) -> str:
+    return repr((code.co_code, code.co_names, code.co_varnames, [_constant(c) for c in code.co_consts]))
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _instructions(value)
+    # The order of a set differs from process to process.
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def normal(source: str, skip: _Skip = ()) -> str:

@@ -127,3 +127,27 @@ class Edited(Kernel[Work, object]):
     at("one", more="[]", run="2 * x").decide(Decided(winner="a"))
     assert at("two", more="[Work(2)]", run="2 * x").decided is not None
     assert at("three", more="[]", run="x + x").decided is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"decided": {"winner": "x", "zzz": 1}}, {"decided": {}}, {"decided": None},
+        {"decided": {"winner": "x", "seconds": 3}}, {"decided": {"winner": "x", "seconds": {"a": "fast"}}},
+        {"rejected": {}}, {"rejected": None}, {"rejected": [1]}, {"race": None}, {"race": {"entrants": 3}},
+        {"rejected": {"id": "a", "outcome": "wrong", "reason": "", "limit": 5}},
+        {"round": None}, {"round": {"a": "b"}}, {"unheard": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_line_that_means_nothing_here_is_passed_over(tmp_path, again, line):
+    first = again()
+    first.start_race(["a", "b"], "wall")
+    first.add_round({"a": 1.0, "b": 2.0})
+    first.reject(Work(1), Rejected("wrong", "all wrong"))
+    store = PersistentCache(tmp_path)
+    store.append_trial(KEY, {"at": store.read_trials(KEY)[0]["at"], **line})
+    second = again()
+    assert second.decided is None
+    assert set(second.rejected) == {cfg_id(Work(1))}
+    assert second.start_race(["a", "b"], "wall") == [{"a": 1.0, "b": 2.0}]

@@ -137,6 +137,17 @@ def test_a_stopped_race_gives_the_best_so_far_and_says_so():
     assert contest.result.speedup is None  # One sample has no interval.
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5])
+def test_few_noisy_rounds_do_not_unseat_the_heuristic(rounds):
+    # The guess is the fastest, the others up to a quarter slower, and a sample is off by a tenth.
+    for seed in range(40):
+        rng, contest = np.random.default_rng(seed), Race(range(16), heuristic=0, seed=seed)
+        for _ in range(rounds):
+            contest.record({key: (1 + key / 64) * np.exp(rng.uniform(-0.1, 0.1)) for key in contest.next_round()})
+        contest.stop()
+        assert contest.result.winner == 0
+
+
 @pytest.mark.parametrize("rounds", [1, 5, 7, 35, 40])
 def test_a_race_stopped_anywhere_picks_the_truly_fast(rounds):
     machine = Machine(11, Noise(white=0.005), candidates=16)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Autotuner, ConfigSelectorChain, PersistentCache, autotune
+from ejkernel.ops import Autotuner, ConfigSelectorChain, Kernel, PersistentCache, autotune
 from ejkernel.ops.execution.bench import Bench
-from ejkernel.ops.execution.problem import outline
+from ejkernel.ops.execution.problem import outline, telling
 from ejkernel.ops.execution.session import TuningError
 from ejkernel.ops.execution.tuner import TunerSettingError
 from tests.tuning_kernels import (
@@ -24,6 +24,7 @@ from tests.tuning_kernels import (
     WithCustomVjp,
     WithResiduals,
     Work,
+    busy,
     call,
 )
 
@@ -112,6 +113,47 @@ def test_wrong_or_broken_candidate_is_named_and_loses(base, fault, status, reaso
     assert broken.status == status
     assert reason in broken.reason
     assert reason.splitlines()[0] in tuning.summary()
+
+
+class Reversed(Kernel[Work, jax.Array]):
+    """The fast config confuses the rows, which only shows if they differ."""
+
+    def run(self, x, *, cfg):
+        return busy(2 * (x[::-1] if cfg.loops == FAST else x), cfg.loops)
+
+    def reference(self, x):
+        return 2 * x
+
+    def heuristic_cfg(self, inv):
+        return Work(MIDDLE)
+
+    def config_space(self, inv):
+        return [Work(MIDDLE), Work(FAST)]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        jnp.ones((64, 4)), jnp.zeros((64, 4)), np.ones((64, 4), np.float32), jnp.full((64, 4), 2, jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, 4), jnp.float32),
+    ],
+    ids=["ones", "zeros", "numpy", "bfloat16", "abstract"],
+)  # fmt: skip
+def test_constant_data_does_not_hide_a_wrong_candidate(x):
+    kernel = Reversed("reversed")
+    tuning = QUIET.tune(call(kernel, x), kernel)
+    assert tuning.cfg == Work(MIDDLE)
+    assert tuning.counts() == {"winner": 1, "wrong": 1}
+
+
+def test_data_that_says_something_is_used_as_it_is():
+    x, index = jnp.arange(4.0), jnp.zeros(3, jnp.int32)
+    lone, infinite = jnp.ones(1), jnp.full(3, jnp.inf)
+    tree = {"x": x, "index": index, "lone": lone, "infinite": infinite, "text": "a", "number": 1.0}
+    assert all(got is tree[name] for name, got in telling(tree, seed=0).items())
+    noisy = telling({"ones": jnp.ones(1000), "zeros": jnp.zeros(1000)}, seed=0)
+    assert 0.9 <= float(noisy["ones"].min()) < float(noisy["ones"].max()) <= 1.1
+    assert -0.1 <= float(noisy["zeros"].min()) < float(noisy["zeros"].max()) <= 0.1
 
 
 def test_reference_unmasks_a_wrong_guess():
@@ -481,6 +523,8 @@ def test_changed_source_is_measured_again(store, watch):
         ({"isolation": "container"}, "isolation must be 'thread' or 'process', got 'container'"),
         ({"timer": "sundial"}, "timer must be 'auto', 'wall' or a Timer, got 'sundial'"),
         ({"num_iters": 0}, "num_iters must be at least 1, got 0"),
+        ({"num_iters": "x"}, "num_iters must be at least 1, got 'x'"),
+        ({"budget_s": float("nan")}, "budget_s must be at least 0, got nan"),
         ({"max_candidates": 0}, "max_candidates must be at least 1"),
         ({"budget_s": -1}, "budget_s must be at least 0"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 import textwrap
 import types
@@ -91,10 +93,36 @@ def test_computing_something_else_changes_it(tmp_path, monkeypatch, change):
     assert build(tmp_path / "b", monkeypatch, change) != build(tmp_path / "a", monkeypatch)
 
 
-def test_a_class_without_source_has_no_hash():
+def typed(body):
+    """A class as a prompt makes it."""
     scope = {"__name__": "nowhere"}
-    exec("class Typed:\n    def run(self): pass", scope)
-    assert source_hash(scope["Typed"]) is None
+    exec(f"class Typed:\n    def run(self, x): {body}", scope)
+    return scope["Typed"]
+
+
+def test_without_source_the_compiled_code_counts():
+    same = [source_hash(typed('return x in {"a", "b", "c"}')) for _ in range(2)]
+    assert same[0] == same[1] is not None
+    assert source_hash(typed('return x in {"a", "b", "d"}')) != same[0]
+    assert source_hash(typed("return (lambda: x + 1)()")) != source_hash(typed("return (lambda: x + 2)()"))
+    assert source_hash(typed("return x + y")) != source_hash(typed("return x + z"))
+
+
+def test_compiled_code_has_the_same_hash_in_every_process():
+    program = (
+        "from ejkernel.ops.utils.source import source_hash\n"
+        "scope = {'__name__': 'nowhere'}\n"
+        'exec(\'class Typed:\\n    def run(self, x): return x in {"a", "b", "c"}\', scope)\n'
+        "print(source_hash(scope['Typed']))"
+    )
+    run = lambda seed: subprocess.check_output(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, text=True
+    )
+    assert run("1") == run("2") != "None\n"
+
+
+def test_a_class_without_any_code_has_no_hash():
+    assert source_hash(type("Empty", (), {"__module__": "nowhere"})) is None
 
 
 SAMPLE = textwrap.dedent(
@@ -124,7 +152,10 @@ def test_file_that_holds_something_else_by_now_is_no_source(tmp_path, monkeypatc
     module.__file__ = str(page)
     monkeypatch.setitem(sys.modules, "page", module)
     exec(compile("class Page:\n    def run(self): return 1\n", str(page), "exec"), vars(module))
-    assert source_hash(module.Page) is None
+    assert "Module(" not in (source_hash(module.Page) or "")
+    other = dict(vars(module))
+    exec(compile("class Page:\n    def run(self): return 2\n", str(page), "exec"), other)
+    assert source_hash(module.Page) != source_hash(other["Page"])
 
 
 def test_threads_may_hash_at_the_same_time():
