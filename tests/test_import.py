@@ -59,3 +59,19 @@ HOMES = {
 def test_public_name_is_at_home_and_in_ops(home, name):
     ops = importlib.import_module("ejkernel.ops")
     assert getattr(ops, name) is getattr(importlib.import_module(f"ejkernel.ops.{home}"), name)
+
+
+def test_star_import_brings_every_public_name():
+    ops, scope = importlib.import_module("ejkernel.ops"), {}
+    exec("from ejkernel.ops import *", scope)
+    names = {name for names in HOMES.values() for name in names}
+    assert names <= scope.keys()
+    assert set(ops._LAZY) <= set(ops.__all__) <= set(dir(ops))
+
+
+def test_protocols_can_be_asked_for():
+    from ejkernel.ops import Autotuner, ConfigChooser, ConfigSelectorChain, Tuner
+
+    assert isinstance(ConfigSelectorChain(), ConfigChooser)
+    assert isinstance(Autotuner(), Tuner)
+    assert not isinstance(Autotuner(), ConfigChooser)

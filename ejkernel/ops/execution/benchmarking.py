@@ -7,7 +7,12 @@ from typing import Any, Literal
 
 import jax
 
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.execution import timers
+
+
+class BenchmarkError(EjkernelError, ValueError):
+    """A benchmark was asked for that cannot be run."""
 
 
 def benchmark(
@@ -31,6 +36,8 @@ def benchmark(
       timer: `auto` takes device time where there is any and the host's clock otherwise; `wall` always the latter.
       **kwargs: Passed on.
     """
+    if num_iters < 1:
+        raise BenchmarkError(f"benchmark: num_iters must be at least 1, got {num_iters!r}.")
     call = partial(fn, *args, **kwargs)
     out = None
     for _ in range(max(1, num_warmup)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -109,7 +111,7 @@ class Executor:
         With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry a positional argument, and
         `out_specs=` is for the output; keyword arguments are whole on every device. The config is chosen for a shard.
         """
-        if kwargs and not _SHARDING.isdisjoint(kwargs):
+        if kwargs and not _SHARDING.isdisjoint(kwargs) and _asks_to_shard(kernel, kwargs):
             return self._sharded(kernel, cfg, args, kwargs)
         if _trace_state.value is not _EAGER and self._differentiates_batch(kernel, cfg, args, kwargs):
             # Once it is differentiated it is too late to choose for the batch, and a jitted call would hide it.
@@ -171,8 +173,11 @@ class Executor:
 
     def compile(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """A jitted function of arguments like these, compiled, with the configs they get now for good."""
+        _refuse_to_shard(kernel, kwargs, "compile")
         attempt = self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg))
-        backward = self._pipeline.backward_attempt(Fixed(kernel), attempt)
+        abstract = Invocation(kernel=kernel, args=args, kwargs=kwargs).is_abstract
+        data = None if abstract else lambda: prepared(kernel, args, kwargs)
+        backward = self._pipeline.backward_attempt(Fixed(kernel), attempt, data)
         if backward.error is not None:
             raise backward.error
         vjp_cfg = None if BackwardKernel.of(kernel) is None else backward.cfg
@@ -182,10 +187,12 @@ class Executor:
 
     def choose_config(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """The config that a call would get; the call itself is not run, and arguments may be abstract."""
+        _refuse_to_shard(kernel, kwargs, "choose_config")
         return self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg)).cfg
 
     def explain(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Explanation:
         """Which tier would answer a call, with which key, and what the other tiers hold; nothing is tuned."""
+        _refuse_to_shard(kernel, kwargs, "explain")
         return self.explain_call(self._abstract_invocation(kernel, args, kwargs, cfg))
 
     def explain_call(self, inv: Invocation[Any, Any]) -> Explanation:
@@ -304,6 +311,27 @@ class Executor:
             return self._pipeline.run(Fixed(kernel, cfg), args, kwargs)
         finally:
             tracing.active = outer
+
+
+def _asks_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs) -> bool:
+    """Whether a call is to be wrapped in `shard_map`; a keyword that the kernel's own methods name is theirs."""
+    return not (_SHARDING & set(kwargs)) <= _named_keywords(type(kernel))
+
+
+@functools.lru_cache(maxsize=256)
+def _named_keywords(cls: type) -> frozenset[str]:
+    methods = [getattr(cls, name) for name in dir(cls) if name == "prepare" or name.startswith("run")]
+    return frozenset(name for m in methods if callable(m) for name in inspect.signature(m).parameters)
+
+
+def _refuse_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs, what: str) -> None:
+    if not _SHARDING.isdisjoint(kwargs) and _asks_to_shard(kernel, kwargs):
+        from ejkernel.ops.execution.sharding import ShardingArgumentError
+
+        raise ShardingArgumentError(
+            f"{kernel.op_id}: {what} takes no {', '.join(sorted(_SHARDING & set(kwargs)))}: only a call does. Use "
+            "jax.jit of the call, or ask for the arguments of one shard."
+        )
 
 
 def _shows_batch(args: Args, kwargs: Kwargs) -> bool:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.core import Tracer
@@ -28,6 +28,7 @@ Kwargs = dict[str, Any]
 Choose = Callable[[Invocation[Any, Any], Kernel[Any, Any]], Any]
 
 
+@runtime_checkable
 class ConfigChooser(Protocol):
     """Anything that chooses configs."""
 
@@ -107,8 +108,9 @@ class Pipeline:
         return ask is not None and ask(inv, inv.kernel)
 
     def with_inputs(self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs, call: Callable[[], Any]) -> Any:
-        """`call()`, with the data that tuning will use within reach of the trace, if it is more than tracers."""
-        self._local.inputs = ((), {}) if any_tracer(args, kwargs) else prepared(kernel, args, kwargs)
+        """`call()`, with the data that tuning will use within reach of the trace, as far as there is any."""
+        shown = lambda x: abstractify(x) if isinstance(x, Tracer) else x
+        self._local.inputs = jax.tree.map(shown, prepared(kernel, args, kwargs))
         try:
             return call()
         finally:
@@ -201,8 +203,13 @@ class Pipeline:
         with label_scope(attempt.batch or attempt.inv, self.stamp_prefix):
             return method(*args, cfg=attempt.cfg, **kwargs)
 
-    def backward_attempt(self, fixed: Fixed, forward: Attempt) -> Attempt:
-        """The forward's attempt, or one with the backward's own config and label if the kernel has them."""
+    def backward_attempt(
+        self, fixed: Fixed, forward: Attempt, data: Callable[[], tuple[Args, Kwargs]] | None = None
+    ) -> Attempt:
+        """The forward's attempt, or one with the backward's own config and label if the kernel has them.
+
+        `data()` gives the forward's arguments, where there is more than their shapes to tune with.
+        """
         backward = BackwardKernel.of(fixed.kernel)
         if backward is None:
             return forward
@@ -212,7 +219,11 @@ class Pipeline:
         registry.note_traced(backward, inv)
         cfg, error = fixed.vjp_cfg, None
         if cfg is None:
-            cfg, error = chosen_or_guess(self.chooser.choose, inv, backward)
+            shown = inv
+            if data is not None and self.needs_inputs(inv):
+                args, kwargs = data()
+                shown = replace(inv, args=args, kwargs=kwargs)
+            cfg, error = chosen_or_guess(self.chooser.choose, shown, backward)
         platform = dispatch.forced_platform(fixed.kernel, cfg) or forward.platform
         return Attempt(inv, platform, forward.run, cfg, error=error)
 

@@ -389,4 +389,6 @@ class Session:
 
 def _nothing(name: str, candidates: Sequence[Any]) -> str:
     lines = [f"  {c.cfg!r}: {c.status}: {c.reason}" for c in candidates]
+    if any("unbound axis name" in c.reason for c in candidates):
+        lines.append("  To tune a kernel that communicates over an axis on its mesh, set `collective = True` on it.")
     return "\n".join([f"{name}: no candidate could be measured.", *lines])

@@ -70,7 +70,8 @@ class Autotuner:
         limits = {"num_warmup": 0, "num_iters": 1, "max_candidates": 1, "budget_s": 0, "compile_s": 0, "run_s": 0}
         for name, least in limits.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and value >= least):
                 raise TunerSettingError(f"Autotuner: {name} must be at least {least}, got {value!r}.")
 
     def autotune(

@@ -49,7 +49,8 @@ def autotune(
     Args:
       kernel: What to tune.
       *args: The call's arguments, abstract or not.
-      configs: What to try; by default the kernel's own `config_space`. With it nothing is stored.
+      configs: What to try, beside the kernel's guess, which always takes part and stays unless it is beaten; by
+        default the kernel's own `config_space`. With it nothing is stored.
       num_warmup: Runs of each candidate before its first sample.
       num_iters: The least number of samples behind the winner's figures.
       selector: Whose caches take the result; by default the default executor's. A call that was tuned on its disk

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.ops.execution import timers
-from ejkernel.ops.execution.benchmarking import benchmark
+from ejkernel.ops.execution.benchmarking import BenchmarkError, benchmark
 
 
 def test_the_time_is_in_milliseconds():
-    assert 5 <= benchmark(lambda: time.sleep(0.005), num_iters=3) < 20
+    assert 5 <= benchmark(lambda: time.sleep(0.005), num_iters=3) < 500
 
 
 def test_arguments_reach_the_function():
@@ -59,3 +59,8 @@ def test_auto_falls_back_when_no_kernel_is_launched(monkeypatch):
 def test_an_unknown_timer_is_refused():
     with pytest.raises(timers.TimerError, match='"auto", "wall" or a Timer, got \'cuda\''):
         benchmark(lambda: None, timer="cuda")
+
+
+def test_no_samples_are_refused():
+    with pytest.raises(BenchmarkError, match="num_iters must be at least 1, got 0"):
+        benchmark(lambda: jnp.ones(3), num_iters=0)

@@ -69,6 +69,29 @@ def test_keywords_are_whole_on_every_device():
     same(got, true(x, x) - shift)
 
 
+class Meshed(Plain):
+    """A kernel with a keyword of its own that is called like one of the executor's."""
+
+    def run(self, x, y, *, cfg, mesh=None):
+        return super().run(x, y, cfg=cfg) * (1 if mesh is None else mesh.size)
+
+
+def test_keyword_that_a_kernel_names_is_its_own():
+    executor, x = new_executor(), normal(8, 3)
+    same(executor(Meshed(), x, x, mesh=None), true(x, x))
+    same(executor(Meshed(), x, x, mesh=mesh_of()), 4 * true(x, x))
+    same(executor.compile(Meshed(), x, x, mesh=mesh_of())(x, x, mesh=mesh_of()), 4 * true(x, x))
+    on_shards = executor(Meshed(), x, x, in_specs=P("d"), out_specs=P("d"), mesh=mesh_of())
+    same(on_shards, true(x, x))
+
+
+@pytest.mark.parametrize("ask", ["compile", "choose_config", "explain"])
+def test_only_a_call_can_be_sharded(ask):
+    executor, x = new_executor(), normal(8, 3)
+    with pytest.raises(ShardingArgumentError, match=f"{ask} takes no in_specs, mesh, out_specs"):
+        getattr(executor, ask)(Plain(), x, x, mesh=mesh_of(), in_specs=P("d"), out_specs=P("d"))
+
+
 def test_wrong_specs_are_named():
     executor, x, mesh = new_executor(), normal(8, 3), mesh_of()
     with pytest.raises(ShardingArgumentError, match=r"need mesh=.*got mesh=None"):

@@ -12,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overlay_cache, policy_override
 from ejkernel.ops.execution.problem import TuningInputsError
+from ejkernel.ops.execution.tuning import TuningError
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
     Doubling,
     Gathering,
+    GatheringBackward,
     GatheringWithExamples,
     OwnBackward,
     WithCustomVjp,
@@ -226,3 +228,38 @@ def test_example_inputs_serve_abstract_calls_only():
     out = jax.jit(functools.partial(executor, GatheringWithExamples()))(X[:, :2], index)
     np.testing.assert_allclose(out, 2 * X[:4, :2], rtol=1e-6)
     assert GatheringWithExamples.examples == before + 1
+
+
+@pytest.mark.parametrize("style", ["grad", "jvp", "vmap of grad", "constant of a jit"])
+def test_integers_that_are_known_are_used_beside_what_is_traced(style):
+    index, executor = jnp.arange(4), tuning_executor()
+    run = lambda x: executor(Gathering(), x, index).sum()
+    got = {
+        "grad": lambda: jax.grad(run)(X),
+        "jvp": lambda: jax.jvp(run, (X,), (X,))[1],
+        "vmap of grad": lambda: jax.vmap(jax.grad(run))(jnp.stack([X, X]))[1],
+        "constant of a jit": lambda: jax.jit(jax.grad(run))(X),
+    }[style]()
+    plain = lambda x: (2 * x[index]).sum()
+    want = jax.jvp(plain, (X,), (X,))[1] if style == "jvp" else jax.grad(plain)(X)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_compiling_has_data_for_the_backward_too():
+    index, kernel = jnp.arange(4), GatheringBackward()
+    with pytest.raises(TuningInputsError, match="compile it with the executor's `compile`"):
+        jax.grad(lambda x: tuning_executor()(kernel, x, index).sum())(X)
+    executor = tuning_executor()
+    compiled = executor.compile(kernel, X, index)
+    np.testing.assert_allclose(compiled(X, index), 2 * X[index], rtol=1e-6)
+    slope = jax.grad(lambda x: executor(kernel, x, index).sum())(X)
+    np.testing.assert_allclose(slope, jax.grad(lambda x: (2 * x[index]).sum())(X), rtol=1e-6)
+
+
+def test_undeclared_communication_is_named():
+    class Summing(Doubling):
+        def run(self, x, *, cfg):
+            return jax.lax.psum(x, "d")
+
+    with pytest.raises(TuningError, match="collective = True"):
+        jax.pmap(functools.partial(tuning_executor(), Summing()), axis_name="d")(X[:4])
