@@ -43,7 +43,7 @@ def _apart(out: TextIO) -> Iterator[TextIO]:
     """A stream to where `out` goes, while the file descriptor of `out` leads to the standard error."""
     try:
         fd, aside = out.fileno(), sys.stderr.fileno()
-    except (OSError, AttributeError):  # A program put something else there, or it is closed.
+    except (OSError, AttributeError, ValueError):  # A program put something else there, or it is closed.
         yield out
         return
     out.flush()

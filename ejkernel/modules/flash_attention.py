@@ -472,12 +472,17 @@ def _agreed_platform(platform: Any, cfg: FlashAttentionConfig | None) -> Any:
     return platform if platform is not None else named
 
 
+_PYTHON = frozenset({bool, int, float, str, type(None)})
+
+
 def _hashable(x: Any) -> Any:
     return tuple(map(_python, x)) if isinstance(x, (list, tuple)) else _python(x)
 
 
 def _python(x: Any) -> Any:
     """NumPy's and JAX's numbers as Python's: as arguments they would count as arrays, whose values tracing hides."""
+    if type(x) in _PYTHON:
+        return x
     known = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
     return x.item() if known and x.ndim == 0 else x
 

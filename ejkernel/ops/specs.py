@@ -25,7 +25,7 @@ from ejkernel._compat import Axis
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel, stacked
-from ejkernel.ops.core.kernel import ATTRIBUTES, PROGRAMS, Invocation, Kernel
+from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel
 from ejkernel.ops.utils import classes, jsontext, tagged
 from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
 
@@ -144,8 +144,7 @@ def _attributes(kernel: Kernel[Any, Any]) -> dict[str, Any]:
     members = {name: member for base in type(kernel).__mro__ for name, member in vars(base).items()}
     slots = {k: getattr(kernel, k) for k, m in members.items() if inspect.ismemberdescriptor(m) and hasattr(kernel, k)}
     cached = {k for k, member in members.items() if isinstance(member, functools.cached_property)}
-    held = {**slots, **vars(kernel), **kernel.key_attributes()}
-    return {k: v for k, v in held.items() if k not in (PROGRAMS, ATTRIBUTES) and k not in cached}
+    return {k: v for k, v in {**slots, **vars(kernel)}.items() if k != PROGRAMS and k not in cached}
 
 
 def _import_named(data: Any) -> None:

@@ -6,12 +6,12 @@ is traced again when they change, and found again when they change back.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -100,8 +100,9 @@ class Served:
     """The answers that a cache has had a part in, so that only a change to one of them invalidates anything."""
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, list[Any]] = {}
+        self._answers: dict[Hashable, list[Hashable]] = {}
         self._guessed: dict[Hashable, set[Hashable]] = {}
+        self._held: dict[Hashable, Hashable] = {}
         self._lock = threading.Lock()
 
     def ask(self, key: Hashable) -> None:
@@ -111,13 +112,13 @@ class Served:
 
     def note(self, key: Hashable, cfg: Any, *, guessed: bool = False) -> None:
         """The call that asked was traced with `cfg`; if that was a guess, a neighbour's entry may better it."""
-        cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)  # Whoever holds it may change it and put it again.
+        token = _token(cfg)
         with self._lock:
             answers = self._answers.setdefault(key, [])
             if _PENDING in answers:
                 answers.remove(_PENDING)
-            if not any(same_cfg(cfg, answer) for answer in answers):
-                answers.append(cfg)
+            if token not in answers:
+                answers.append(token)
             if guessed:
                 self._guessed.setdefault(_group(key), set()).add(key)
 
@@ -130,10 +131,14 @@ class Served:
 
     def changed(self, key: Hashable, cfg: Any) -> None:
         """The cache now holds `cfg` (None: nothing) under `key`."""
+        token, group = _token(cfg), _group(key)
         with self._lock:
-            group = _group(key)
-            neighbours = self._guessed.get(group, set()) - {key}
-            if not neighbours and all(same_cfg(answer, cfg) for answer in self._answers.get(key, ())):
+            answers = self._answers.get(key, [])
+            guessed = self._guessed.get(group, set())
+            # Neighbours notice only what is new: not what this cache held, or has served, before.
+            new = self._held.get(key) != token and (key in guessed or not answers)
+            self._held[key] = token
+            if all(answer == token for answer in answers) and not (new and guessed - {key}):
                 return
             self._answers.pop(key, None)
             self._guessed.pop(group, None)
@@ -157,6 +162,14 @@ def same_cfg(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and identity(a) == identity(b))
 
 
+def _token(cfg: Any) -> Hashable:
+    """What a config is now, whatever becomes of the object; where that cannot be said, the object itself."""
+    try:
+        return identity(cfg)
+    except (TypeError, RecursionError):
+        return Identity(cfg)
+
+
 def token_of(mapping: Mapping[Any, Any]) -> Hashable:
     """A value that is equal for mappings with equal contents."""
     return frozenset((key, identity(cfg)) for key, cfg in mapping.items())
@@ -174,7 +187,7 @@ def identity(cfg: Any) -> Hashable:
         return np.ndarray, cfg.dtype.str, cfg.shape, cfg.tobytes()
     if is_dataclass(cfg) and not isinstance(cfg, type):
         return type(cfg), *(identity(getattr(cfg, f.name)) for f in fields(cfg))
-    if type(cfg).__eq__ is object.__eq__ and hasattr(cfg, "__dict__") and not callable(cfg):
+    if type(cfg).__eq__ is object.__eq__ and hasattr(cfg, "__dict__") and not _is_its_name(cfg):
         # A class of its own making that compares by address: its attributes tell.
         return type(cfg), identity(vars(cfg))
     try:
@@ -182,6 +195,11 @@ def identity(cfg: Any) -> Hashable:
     except TypeError:
         return type(cfg), identity(vars(cfg))
     return type(cfg), scalar_key(cfg)
+
+
+def _is_its_name(x: Any) -> bool:
+    """Whether something is what it is by its place, not by its contents: functions, classes, modules."""
+    return callable(x) or isinstance(x, ModuleType)
 
 
 def is_frozen(cfg: Any) -> bool:

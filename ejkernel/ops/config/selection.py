@@ -82,6 +82,11 @@ class Selection(NamedTuple):
 OnEvent = Callable[..., None]
 
 
+def _is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
+    """Whether tuning could choose `cfg`: the guess takes part whether or not it is listed."""
+    return accepts(inv, kernel, cfg) or context.same_cfg(cfg, heuristic(inv, kernel))
+
+
 def _is_other_code(stale: str) -> bool:
     from ejkernel.ops.config.provenance import SOURCE_CHANGED
 
@@ -308,7 +313,7 @@ class ConfigSelectorChain:
             return Tier("persistent")
         if entry.stale and policy.stale == "retune" and policy.autotune == "on":
             return Tier("persistent", None, f"stale: {entry.stale}")
-        if entry.stale and _is_other_code(entry.stale) and not accepts(inv, kernel, entry.cfg):
+        if entry.stale and _is_other_code(entry.stale) and not _is_candidate(inv, kernel, entry.cfg):
             return Tier("persistent", None, f"{entry.cfg!r} is no candidate any more: {entry.stale}")
         return Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
 
@@ -318,7 +323,7 @@ class ConfigSelectorChain:
         Where the guess was not beaten, what passes on is that: a guess that knows its shape is worth more here than the
         config it gave there.
         """
-        usable = lambda entry: entry.kept_guess or accepts(inv, kernel, entry.cfg)
+        usable = lambda entry: entry.complete if entry.kept_guess else accepts(inv, kernel, entry.cfg)
         entry = self._nearest(inv, kernel, policy, usable) if policy.transfer else None
         if entry is None:
             return Tier("transferred")

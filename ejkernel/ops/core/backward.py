@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops.core import dispatch
@@ -23,10 +23,6 @@ class BackwardKernel(Kernel[Any, Any]):
         """The backward of `kernel`, if it has configs of its own."""
         own = any(name.startswith(("heuristic_cfg_vjp", "config_space_vjp")) for name in dir(kernel))
         return BackwardKernel(kernel) if own else None
-
-    def key_attributes(self) -> Mapping[str, Any]:
-        """The forward kernel's."""
-        return self.forward.key_attributes()
 
     def supports(self, inv: Invocation[Any, Any], platform: str) -> bool | str:
         """The forward kernel's answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,10 +63,6 @@ class BatchedKernel(Kernel[Any, Any]):
         self.batch = batch
         self.version = single.version
         self.collective = single.collective
-
-    def key_attributes(self) -> Mapping[str, Any]:
-        """The kernel's own."""
-        return self.inner.key_attributes()
 
     @property
     def cfg_type(self) -> Any:

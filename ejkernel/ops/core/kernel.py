@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 import re
 import threading
@@ -13,7 +12,6 @@ from functools import cached_property
 from typing import Any, Generic
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
@@ -22,8 +20,6 @@ from ejkernel.ops.utils import arguments, fingerprint
 
 PROGRAMS = "_ejkernel_programs"
 """Attribute of a kernel instance under which executors keep its compiled programs."""
-ATTRIBUTES = "_ejkernel_attributes"
-"""Where an instance keeps its `key_attributes`, until one is assigned outside of a trace."""
 
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _SIMPLE = frozenset({str, bytes, bool, int, float, complex, type(None), type})
@@ -127,20 +123,11 @@ class Kernel(Generic[Cfg, Out]):
         """What makes two instances of the class interchangeable; None if an attribute is not a simple value."""
         if _has_slots(type(self)):
             return None
-        hidden = {PROGRAMS, ATTRIBUTES, *_cached(type(self))}
-        attributes = [(k, type(v), v) for k, v in sorted(vars(self).items()) if k not in hidden]
+        cached = {k for k, v in _members(type(self)) if isinstance(v, cached_property)}
+        attributes = [(k, type(v), v) for k, v in sorted(vars(self).items()) if k != PROGRAMS and k not in cached]
         if not all(kind in _SIMPLE for _, kind, _ in attributes):
             return None
         return tuple((k, kind, arguments.scalar_key(v)) for k, kind, v in attributes)
-
-    def key_attributes(self) -> Mapping[str, Any]:
-        """The attributes that are part of a call's key: plain values, as they were when they were first asked for."""
-        known = self.__dict__.get(ATTRIBUTES)
-        if known is None:
-            hidden = {PROGRAMS, "_op_id", "version", *_cached(type(self))}
-            known = {k: v for k, v in vars(self).items() if k not in hidden and _is_plain(v)}
-            self.__dict__[ATTRIBUTES] = known
-        return known
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -151,15 +138,13 @@ class Kernel(Generic[Cfg, Out]):
         self._changed()
 
     def _changed(self) -> None:
-        if not tracing.active:
-            self.__dict__.pop(PROGRAMS, None)
-            self.__dict__.pop(ATTRIBUTES, None)
+        if PROGRAMS in self.__dict__ and not tracing.active:
+            del self.__dict__[PROGRAMS]
 
     def __getstate__(self) -> Any:
         """Compiled programs stay behind when a kernel is copied or pickled."""
         state = super().__getstate__()
-        hidden = (PROGRAMS, ATTRIBUTES)
-        drop = lambda attributes: {k: v for k, v in attributes.items() if k not in hidden} if attributes else attributes
+        drop = lambda attributes: {k: v for k, v in attributes.items() if k != PROGRAMS} if attributes else attributes
         return (drop(state[0]), *state[1:]) if isinstance(state, tuple) else drop(state)
 
     def __repr__(self) -> str:
@@ -210,7 +195,6 @@ class Invocation(Generic[Cfg, Out]):
     def signature(self) -> dict[str, Any]:
         """All that `call_key` stands for, readable and JSON-able."""
         axes = {} if not self.axes else {"axes": dict(sorted(self.axes.items()))}
-        own = {} if self.kernel is None else self.kernel.key_attributes()
         return {
             "op": self.op_id,
             "version": self.kernel.version if self.kernel is not None else "0",
@@ -219,7 +203,6 @@ class Invocation(Generic[Cfg, Out]):
             "batch_axes": None if self.batch_axes is None else fingerprint.describe_static(self.batch_axes),
             "context": self.context,
             **axes,
-            **({"attributes": {k: fingerprint.describe(v) for k, v in sorted(own.items())}} if own else {}),
         }
 
     @cached_property
@@ -248,17 +231,6 @@ class Invocation(Generic[Cfg, Out]):
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
     for base in cls.__mro__:
         yield from vars(base).items()
-
-
-def _cached(cls: type) -> set[str]:
-    """Attributes that instances only remember."""
-    return {name for name, member in _members(cls) if isinstance(member, cached_property)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in _SIMPLE or isinstance(value, (enum.Enum, np.dtype))
 
 
 def _has_slots(cls: type) -> bool:

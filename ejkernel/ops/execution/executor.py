@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import threading
 import weakref
@@ -45,6 +44,7 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 # Bound here, for the sake of the one look that every call takes.
 _trace_state, _EAGER = _compat.trace_state, _compat.EAGER
 _SHARDING = frozenset({"mesh", "in_specs", "out_specs"})
+_keywords: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 class ChooserError(EjkernelError, TypeError):
@@ -318,10 +318,13 @@ def _asks_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs) -> bool:
     return not (_SHARDING & set(kwargs)) <= _named_keywords(type(kernel))
 
 
-@functools.lru_cache(maxsize=256)
 def _named_keywords(cls: type) -> frozenset[str]:
-    methods = [getattr(cls, name) for name in dir(cls) if name == "prepare" or name.startswith("run")]
-    return frozenset(name for m in methods if callable(m) for name in inspect.signature(m).parameters)
+    found = _keywords.get(cls)
+    if found is None:
+        methods = [getattr(cls, name) for name in dir(cls) if name == "prepare" or name.startswith("run")]
+        functions = filter(inspect.isfunction, methods)
+        found = _keywords[cls] = frozenset(name for f in functions for name in inspect.signature(f).parameters)
+    return found
 
 
 def _refuse_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs, what: str) -> None:

@@ -109,8 +109,7 @@ class Pipeline:
 
     def with_inputs(self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs, call: Callable[[], Any]) -> Any:
         """`call()`, with the data that tuning will use within reach of the trace, as far as there is any."""
-        shown = lambda x: abstractify(x) if isinstance(x, Tracer) else x
-        self._local.inputs = jax.tree.map(shown, prepared(kernel, args, kwargs))
+        self._local.inputs = _known(kernel, args, kwargs)
         try:
             return call()
         finally:
@@ -276,6 +275,24 @@ def prepared(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args
             f"{kernel.op_id}: prepare must return (args, kwargs), a sequence and a dict, got {type(result).__name__}."
         )
     return tuple(result[0]), result[1]
+
+
+def _known(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """What `prepare` makes of the arguments, shapes in place of what is traced; nothing of it is left in the trace."""
+    if not any_tracer(args, kwargs):
+        return prepared(kernel, args, kwargs)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    found: list[tuple[Args, Kwargs]] = []
+
+    def trace(traced: list[Any]) -> tuple[()]:
+        rest = iter(traced)
+        args, kwargs = treedef.unflatten([next(rest) if isinstance(x, Tracer) else x for x in leaves])
+        shown = lambda x: abstractify(x) if isinstance(x, Tracer) else x
+        found.append(jax.tree.map(shown, prepared(kernel, args, kwargs)))
+        return ()
+
+    jax.eval_shape(trace, [x for x in leaves if isinstance(x, Tracer)])
+    return found[0]
 
 
 def any_tracer(args: Args, kwargs: Kwargs) -> bool:

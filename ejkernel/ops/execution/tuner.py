@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context, provenance
 from ejkernel.ops.config.asking import source_of
@@ -70,7 +72,7 @@ class Autotuner:
         limits = {"num_warmup": 0, "num_iters": 1, "max_candidates": 1, "budget_s": 0, "compile_s": 0, "run_s": 0}
         for name, least in limits.items():
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
             if value is not None and not (number and value >= least):
                 raise TunerSettingError(f"Autotuner: {name} must be at least {least}, got {value!r}.")
 

@@ -44,7 +44,9 @@ def _jsonable(value: Any) -> Any:
         return {"object": qualified_name(type(value)), "fields": fields}
     if isinstance(value, np.generic):
         return value.item()
-    return describe_static(value)
+    if isinstance(value, enum.Enum) or _as_dtype(value) is not None:
+        return describe_static(value)
+    raise TypeError(f"{type(value).__name__} is neither data nor a config: {value!r:.100}")
 
 
 def short_hash(value: Any) -> str:

@@ -42,21 +42,32 @@ def source_hash(item: Any, *, skip: _Skip = ()) -> str | None:
 def _hash(cls: type, skip: _Skip) -> str | None:
     package = cls.__module__.partition(".")[0]
     code: dict[Any, str] = {}
+    typed = _source(cls, skip) is None
+    if typed and not _compiled(cls, skip):
+        return None
     waiting: list[Any] = [c for c in cls.__mro__ if _is_ours(c, package)]
     while waiting:
         item = waiting.pop()
         if item in code:
             continue
-        try:
-            code[item] = normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item), skip)
-        except (OSError, TypeError, SyntaxError, tokenize.TokenError):
-            code[item] = "" if isinstance(item, Path) else _compiled(item, skip)
-            if item is cls and not code[item]:
-                return None
+        text = _source(item, skip)
+        if text is None and typed and not isinstance(item, Path):
+            text = _compiled(item, skip)
+        if text is None:
+            continue
+        code[item] = text
         if not isinstance(item, Path):
             waiting += _referred(item, package, skip)
     # Without names and in order of content: moving a module is not a change.
     return hashlib.sha256("\n".join(sorted(code.values())).encode()).hexdigest()[:16]
+
+
+def _source(item: Any, skip: _Skip) -> str | None:
+    """The source of a class, function or file in normal form; None if there is none."""
+    try:
+        return normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item), skip)
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return None
 
 
 def _compiled(item: Any, skip: _Skip) -> str:

@@ -461,3 +461,16 @@ def test_parts_of_a_selector_are_checked_at_once(options):
     ((name, value),) = options.items()
     with pytest.raises(EjkernelError, match=rf"ConfigSelectorChain: {name} must be .* or None, got {value!r}"):
         ConfigSelectorChain(**options)
+
+
+@pytest.mark.parametrize("part", [threading.Lock(), jax, jnp.ones(2)], ids=["lock", "module", "array"])
+def test_config_may_hold_what_cannot_be_copied(part):
+    @dataclass(frozen=True)
+    class Holding:
+        part: object
+        factor: int = 3
+
+    executor, kernel = new_executor(), Counting()
+    executor.chooser.cache.put(*executor.explain(kernel, X).key, Holding(part))
+    np.testing.assert_array_equal(executor(kernel, X), 3 * X)
+    np.testing.assert_array_equal(jax.jit(lambda x: executor(kernel, x))(X), 3 * X)

@@ -148,6 +148,16 @@ class TestStale:
         with policy_override(autotune="frozen"), pytest.raises(ConfigNotFoundError):
             executor(Shaped(), X)
 
+    def test_guess_is_a_candidate_whether_it_is_listed_or_not(self, tmp_path):
+        class Unlisted(Shaped):
+            def config_space(self, inv):
+                return [Scale(2)]
+
+        executor, store = new(tmp_path)
+        inv = executor.explain(Unlisted(), X).selection.inv
+        store.put(*inv.key, Scale(1), signature=inv.signature, provenance={"kernel_source": "of yesterday"})
+        assert executor.explain(Unlisted(), X).tier == "persistent"
+
 
 class TestTransfer:
     def test_nearest_tuned_shape_serves_and_is_marked(self, tmp_path):
@@ -193,6 +203,39 @@ class TestTransfer:
         assert executor.choose_config(Slow(), near) == Scale(2)
         np.testing.assert_array_equal(executor(Slow(), near), 2 * near)
         np.testing.assert_array_equal(jitted(near), 2 * near)
+
+    def test_put_that_changes_nothing_traces_nothing_again(self, tmp_path):
+        executor, store = new(tmp_path)
+        traces = []
+
+        @jax.jit
+        def jitted(x):
+            traces.append(x.shape)
+            return executor(Shaped(), x)
+
+        near, far = jnp.ones((16, 4)), jnp.ones((1024, 4))
+        put(executor, store, Scale(2), near)
+        for x in (X, near):
+            np.testing.assert_array_equal(jitted(x), 2 * x)
+        for _ in range(3):
+            put(executor, store, Scale(2), near)
+            jitted(X), jitted(near)
+        assert len(traces) == 2
+        put(executor, store, Scale(4), far)  # New, and perhaps nearer to somebody.
+        jitted(X)
+        count = len(traces)
+        for _ in range(3):
+            put(executor, store, Scale(4), far)
+            jitted(X)
+        assert len(traces) == count
+
+    def test_interrupted_tuning_that_kept_the_guess_says_nothing(self, tmp_path):
+        executor, store = new(tmp_path)
+        kept = {"candidates": [{"cfg": "", "status": "winner", "guess": True}]}
+        inv = put(executor, store, Scale(1), jnp.ones((16, 4)))
+        store.put(*inv.key, Scale(1), signature=inv.signature, statistics=kept, complete=False)
+        put(executor, store, Scale(4), jnp.ones((1024, 4)))
+        assert executor.explain(Shaped(), X).cfg == Scale(4)
 
     def test_damaged_signature_is_near_nothing(self, tmp_path):
         executor, store = new(tmp_path)

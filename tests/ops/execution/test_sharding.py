@@ -85,6 +85,15 @@ def test_keyword_that_a_kernel_names_is_its_own():
     same(on_shards, true(x, x))
 
 
+def test_attributes_that_are_no_methods_do_not_matter():
+    class Odd(Plain):
+        run_defaults = dict
+        running = 3
+
+    x = normal(8, 3)
+    same(new_executor()(Odd(), x, x, mesh=mesh_of(), in_specs=P("d"), out_specs=P("d")), true(x, x))
+
+
 @pytest.mark.parametrize("ask", ["compile", "choose_config", "explain"])
 def test_only_a_call_can_be_sharded(ask):
     executor, x = new_executor(), normal(8, 3)

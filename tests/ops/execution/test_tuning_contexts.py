@@ -263,3 +263,19 @@ def test_undeclared_communication_is_named():
 
     with pytest.raises(TuningError, match="collective = True"):
         jax.pmap(functools.partial(tuning_executor(), Summing()), axis_name="d")(X[:4])
+
+
+def test_data_for_tuning_leaves_nothing_of_prepare_in_the_program(capfd):
+    class Printing(Gathering):
+        def prepare(self, x, index):
+            jax.debug.print("prepared")
+            return (x, index), {}
+
+    index, executor = jnp.arange(4), tuning_executor()
+    jitted = jax.jit(lambda x: executor(Printing(), x, index))
+    np.testing.assert_allclose(jitted(X), 2 * X[index], rtol=1e-6)
+    jax.effects_barrier()
+    capfd.readouterr()
+    jax.block_until_ready(jitted(X))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("prepared") == 1

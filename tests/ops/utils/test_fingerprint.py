@@ -222,3 +222,9 @@ def test_configs_are_hashed_by_all_their_fields():
     others = [Tiles(2), Tiles(1, 0.5), Tiles(1, dtype=jnp.bfloat16), Tiles(1, mode=Colour.BLUE), {"rows": 1}]
     assert len({short_hash(x) for x in [Tiles(1), *others]}) == 6
     assert stable_json({"n": np.int64(3), "dtype": jnp.float32}) == '{"dtype":{"dtype":"float32"},"n":3}'
+
+
+@pytest.mark.parametrize("value", [np.ones(2), {1.5}, 1j, object(), [jnp.ones(2)]], ids=lambda x: type(x).__name__)
+def test_what_has_no_identity_as_data_is_not_hashed(value):
+    with pytest.raises(TypeError):
+        short_hash(value)

@@ -167,3 +167,15 @@ def test_threads_may_hash_at_the_same_time():
     finally:
         sys.setswitchinterval(interval)
     assert hashes == {source_hash(FlashAttention)}
+
+
+def test_compiled_code_of_helpers_does_not_count_where_there_is_source(tmp_path, monkeypatch):
+    (tmp_path / "helped.py").write_text(
+        "from collections import namedtuple\nPair = namedtuple('Pair', 'a b')\n"
+        "class Helped:\n    def run(self, x): return Pair(x, x)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from ejkernel.ops.utils import source
+
+    monkeypatch.setattr(source, "_compiled", lambda item, skip: pytest.fail("bytecode differs between versions"))
+    assert source_hash(importlib.import_module("helped").Helped) is not None
