@@ -49,6 +49,11 @@ def accepts(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bo
     return _in_space(candidates(inv, kernel), cfg)
 
 
+def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
+    """Whether tuning `inv` could choose `cfg`: the guess takes part whether or not it is listed."""
+    return accepts(inv, kernel, cfg) or context.same_cfg(cfg, heuristic(inv, kernel))
+
+
 def _in_space(space: Any, cfg: Any) -> bool:
     if not isinstance(space, Mapping):
         return any(context.same_cfg(cfg, candidate) for candidate in space)

@@ -15,6 +15,8 @@ from ejkernel.ops.config.store_key import Place
 from ejkernel.ops.utils import jsontext, serialize, tagged
 
 SCHEMA = 1
+SOURCE_CHANGED = "kernel source changed"
+"""The first reason for an entry to be stale."""
 MAX_BYTES = 1 << 20
 
 
@@ -61,6 +63,11 @@ class StoredEntry:
         candidates = self.statistics.get("candidates")
         known = [c for c in candidates if isinstance(c, Mapping)] if isinstance(candidates, list) else []
         return any(c.get("status") == "winner" and c.get("guess") is True for c in known)
+
+    @property
+    def has_other_source(self) -> bool:
+        """Whether the kernel has changed since; known only of an entry that was looked up with its kernel."""
+        return self.stale is not None and self.stale.startswith(SOURCE_CHANGED)
 
     def typed(self, cfg_type: Any) -> StoredEntry:
         """This entry with its config read as `cfg_type`."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import ejkernel
+from ejkernel.ops.config.entry import SOURCE_CHANGED
 from ejkernel.ops.utils.source import source_hash
 
-SOURCE_CHANGED = "kernel source changed"
 _TOOLCHAIN = ("jax", "jaxlib")
 
 

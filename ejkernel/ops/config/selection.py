@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
-from ejkernel.ops.config.asking import accepts, heuristic, source_of
+from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, source_of
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
@@ -80,17 +80,6 @@ class Selection(NamedTuple):
 
 
 OnEvent = Callable[..., None]
-
-
-def _is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
-    """Whether tuning could choose `cfg`: the guess takes part whether or not it is listed."""
-    return accepts(inv, kernel, cfg) or context.same_cfg(cfg, heuristic(inv, kernel))
-
-
-def _is_other_code(stale: str) -> bool:
-    from ejkernel.ops.config.provenance import SOURCE_CHANGED
-
-    return SOURCE_CHANGED in stale
 
 
 def _is_redefined(cls: type, wanted: Any) -> bool:
@@ -313,7 +302,7 @@ class ConfigSelectorChain:
             return Tier("persistent")
         if entry.stale and policy.stale == "retune" and policy.autotune == "on":
             return Tier("persistent", None, f"stale: {entry.stale}")
-        if entry.stale and _is_other_code(entry.stale) and not _is_candidate(inv, kernel, entry.cfg):
+        if entry.has_other_source and not is_candidate(inv, kernel, entry.cfg):
             return Tier("persistent", None, f"{entry.cfg!r} is no candidate any more: {entry.stale}")
         return Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
 

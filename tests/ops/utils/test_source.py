@@ -152,7 +152,6 @@ def test_file_that_holds_something_else_by_now_is_no_source(tmp_path, monkeypatc
     module.__file__ = str(page)
     monkeypatch.setitem(sys.modules, "page", module)
     exec(compile("class Page:\n    def run(self): return 1\n", str(page), "exec"), vars(module))
-    assert "Module(" not in (source_hash(module.Page) or "")
     other = dict(vars(module))
     exec(compile("class Page:\n    def run(self): return 2\n", str(page), "exec"), other)
     assert source_hash(module.Page) != source_hash(other["Page"])
