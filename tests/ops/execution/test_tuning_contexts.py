@@ -26,7 +26,7 @@ from tests.tuning_kernels import (
     Work,
 )
 
-X = jnp.linspace(0.1, 1, 64).reshape(8, 8)
+X = jnp.linspace(0.1, 1, 8 * 512).reshape(8, 512)  # Large enough for the guess to be slow for sure.
 QUIET = Autotuner(progress=False, max_candidates=2)
 
 
