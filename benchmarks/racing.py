@@ -25,6 +25,7 @@ class Noise:
     wander: float = 0.0
     warming: float = 0.0  # How much slower a hot machine is than a cold one.
     tail: float = 0.0  # The share of runs that take 20 % longer on average.
+    lost: float = 0.0  # The share of runs that take 30 times as long: the scheduler took the core away.
     bias: float = 0.0  # What a candidate is off on this machine for good: no rule can see it.
 
 
@@ -32,6 +33,7 @@ NOISES = {
     "white 2 %": Noise(),
     "drifting clock": Noise(wander=0.05, warming=0.2),
     "heavy tail": Noise(tail=0.15),
+    "lost cores": Noise(lost=0.03),
     "bias 0.4 %": Noise(bias=0.004),
     "all together": Noise(wander=0.01, warming=0.05, tail=0.03, bias=0.004),
     "device timer": Noise(white=0.005, wander=0.002, warming=0.02, tail=0.005, bias=0.002),
@@ -60,6 +62,8 @@ class Machine:
         log = self.rng.normal(0, noise.white, len(order)) + self.bias[order] + self._wander(len(order))
         log += noise.warming * (1 - np.exp(-elapsed / 100))
         log += (self.rng.random(len(order)) < noise.tail) * self.rng.exponential(0.2, len(order))
+        if noise.lost:
+            log += (self.rng.random(len(order)) < noise.lost) * np.log(30)
         return true * np.exp(log)
 
     def _wander(self, n: int) -> np.ndarray:

@@ -210,11 +210,15 @@ def _call(fn: Callable[..., Any], arguments_: Any) -> Any:
 
 
 def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float) -> list[Built | Rejected]:
-    """Results of jobs in threads, as many as there are cores; a job that passes its limit counts as failed."""
+    """Results of jobs in threads, as many as there are cores; a job that passes its limit counts as failed.
+
+    What a job raises, its caller sees: a thread that ends without a result would be waited for until the limit.
+    """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(jobs)):
         waiting.put(index)
     results: dict[int, Built | Rejected] = {}
+    errors: list[BaseException] = []
     started: dict[int, float] = {}
     finished = threading.Condition()
 
@@ -225,7 +229,13 @@ def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float
             except queue.Empty:
                 return
             started[index] = time.monotonic()
-            result = jobs[index]()
+            try:
+                result = jobs[index]()
+            except BaseException as error:  # noqa: BLE001 - raised where the results are awaited.
+                with finished:
+                    errors.append(error)
+                    finished.notify()
+                return
             with finished:
                 results.setdefault(index, result)
                 finished.notify()
@@ -238,6 +248,8 @@ def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float
     with finished:
         while len(results) < len(jobs):
             finished.wait(timeout=0.2)
+            if errors:
+                raise errors[0]
             now = time.monotonic()
             for index, since in list(started.items()):
                 if index not in results and now - since > limit_s:

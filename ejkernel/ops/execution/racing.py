@@ -33,9 +33,10 @@ class RaceError(EjkernelError):
 class Rules:
     """The constants of a race; `benchmarks/racing.py` shows what they cost and what they buy."""
 
-    # (after this round, drop what is this many times slower than the best): one 100x candidate costs as much as the
-    # whole race of the others, and no hiccup of a single sample is 10x.
-    screens: tuple[tuple[int, float], ...] = ((1, 10.0), (4, 3.0))
+    # (after this round, drop what was this many times slower than the best in every round so far): one 100x candidate
+    # costs as much as the whole race of the others. Never on a single sample: a process that loses its core for a time
+    # slice sees a call of 40 us take 8 ms.
+    screens: tuple[tuple[int, float], ...] = ((2, 10.0), (4, 3.0))
     halvings: tuple[int, ...] = (4, 8, 16)
     keep: int = 8  # Halving never goes below this many.
     first_test: int = 6  # No interval is believed on fewer rounds.
@@ -172,8 +173,8 @@ class Race(Generic[Key]):
         limit = dict(rules.screens).get(rounds, math.inf)
         tested = rounds >= rules.first_test
         surely = slower - robust.margin(ratios, rules.level) if tested else np.zeros_like(slower)
-        for i, by, at_least in zip(ranked, slower, surely, strict=True):
-            if by > math.log(limit):
+        for i, by, always, at_least in zip(ranked, slower, ratios.min(axis=0), surely, strict=True):
+            if always > math.log(limit):
                 self._leave(i, "screened", f"{math.exp(by):.1f}x the best after {rounds} rounds")
             elif at_least > rules.tie:  # Whoever may be as good as the best may also win the tie.
                 self._leave(i, "raced out", f"{math.expm1(by):.2%} slower than the best after {rounds} rounds")

@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def test_the_fastest_wins_without_noise():
 
 
 # The shipped rules meet their goals under each kind of noise; `benchmarks/racing.py` shows the same for 400 machines.
-@pytest.mark.parametrize("name", ["white 2 %", "drifting clock", "heavy tail", "bias 0.4 %", "all together"])
+@pytest.mark.parametrize(
+    "name", ["white 2 %", "drifting clock", "heavy tail", "bias 0.4 %", "all together", "lost cores"]
+)
 def test_regret_and_cost_meet_their_goals_on_simulated_machines(name):
     trial = score(RULES["race"], NOISES[name], trials=60)
     assert trial.regret.mean() <= 0.0025
@@ -76,13 +79,23 @@ def test_among_equals_the_earlier_candidate_wins():
     assert drive(Race(["c", "a", "b"]), exact(times)).winner == "a"
 
 
-def test_a_hopeless_candidate_runs_once():
+def test_a_hopeless_candidate_runs_twice():
     times = {"good": 1.0, "hopeless": 100.0, "poor": 4.0}
     standings = {s.key: s for s in drive(Race(list(times)), exact(times)).standings}
-    assert standings["hopeless"].rounds == 1
+    assert standings["hopeless"].rounds == 2
     assert standings["hopeless"].status == "screened"
     assert standings["poor"].rounds == 4
     assert "4.0x the best after 4 rounds" in standings["poor"].reason
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 5])
+def test_one_sample_that_lost_its_core_throws_nobody_out(at):
+    times, rounds = {"guess": 1.0, "fast": 0.5, "slow": 5.0}, itertools.count()
+    contest = Race(list(times), heuristic="guess")
+    while not contest.done:
+        hiccup = {"fast": 100.0} if next(rounds) == at else {}
+        contest.record({key: (times | hiccup)[key] for key in contest.next_round()})
+    assert contest.result.winner == "fast"
 
 
 def test_a_beaten_heuristic_is_measured_again_in_the_final():

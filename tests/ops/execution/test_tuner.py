@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -477,6 +478,20 @@ def test_lost_entry_is_written_again_from_the_trials(store, watch):
     after = PersistentCache(store.path).own(*key)
     assert after.complete
     assert after.statistics["measurement"] == before.statistics["measurement"]
+
+
+def test_what_is_no_ordinary_error_while_compiling_ends_the_tuning_at_once():
+    class Cancelled(BaseException):
+        pass
+
+    class Cancelling(Doubling):
+        def run(self, x, *, cfg):
+            raise Cancelled
+
+    start = time.monotonic()
+    with pytest.raises(Cancelled):
+        QUIET.tune(call(Cancelling(), X), Cancelling())
+    assert time.monotonic() - start < 60  # Compiling may take 120 s.
 
 
 def test_entry_of_an_older_source_is_renewed_from_trials_that_still_hold(store, watch):
