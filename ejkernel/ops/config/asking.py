@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from ejkernel.ops.config import context
@@ -57,9 +56,15 @@ def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) 
 def _in_space(space: Any, cfg: Any) -> bool:
     if not isinstance(space, Mapping):
         return any(context.same_cfg(cfg, candidate) for candidate in space)
+    from ejkernel.ops.utils.records import get
+
     conditions = [value for value in space.values() if callable(value)]
     axes = {name: values for name, values in space.items() if not callable(values)}
-    return all(attrgetter(name)(cfg) in values for name, values in axes.items()) and all(c(cfg) for c in conditions)
+    try:
+        on_axes = all(get(cfg, name) in values for name, values in axes.items())
+    except (AttributeError, LookupError, TypeError):  # A config of another making: it lacks a field.
+        return False
+    return on_axes and all(condition(cfg) for condition in conditions)
 
 
 def forward_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:

@@ -80,19 +80,22 @@ class JointSelection:
             self._agreed[inv.key, policy] = agreed
             return agreed
 
-    def tune(self, agreement: Agreement, inv: Inv, kernel: AnyKernel, tuner: Any) -> Any:
+    def tune(self, agreement: Agreement, inv: Inv, kernel: AnyKernel, tuner: Any, configs: Any = None) -> Any:
         """Measures in every process; the outcome of the one that decides counts for all.
+
+        Of `configs`, if given, nothing is remembered.
 
         Raises:
           DecisionError: The process that decides could not measure. If another one could not, only it raises.
         """
         policy = self._selector.effective_policy()
         with agreement.lock:
-            question = agreement.ask(self._question("tune", agreement, inv, policy), None, policy.agree_s)
+            kind = "tune" if configs is None else "tune configs"
+            question = agreement.ask(self._question(kind, agreement, inv, policy), None, policy.agree_s)
             tuning: Any = None
             failure: BaseException | None = None
             try:
-                tuning = self._measure(agreement, question, inv, kernel, tuner)
+                tuning = self._measure(agreement, question, inv, kernel, tuner, configs)
             except BaseException as error:
                 if not (agreement.decides(question) or isinstance(error, Exception)):
                     raise
@@ -101,7 +104,8 @@ class JointSelection:
             def decide() -> Data:
                 if failure is not None:
                     raise failure
-                return self._encoded("autotune", tuning.cfg, measured=tuning.measurement is not None)
+                measured = tuning.measurement is not None and configs is None
+                return self._encoded("autotune", tuning.cfg, measured=measured)
 
             answer = agreement.answer(question, decide, lambda: _GUESS, policy.agree_s)
             agreed = self._take(agreement, question, inv, kernel, answer)
@@ -177,10 +181,20 @@ class JointSelection:
         plan = agreement.read(f"{question.number}/plan", agreement.patience(decider, policy.agree_s))
         return plan is not None and plan["tune"]
 
-    def _measure(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, tuner: Any = None) -> Any:
+    def _measure(
+        self,
+        agreement: Agreement,
+        question: Question,
+        inv: Inv,
+        kernel: AnyKernel,
+        tuner: Any = None,
+        configs: Any = None,
+    ) -> Any:
         policy = self._selector.effective_policy()
         share = self._selector.shared_tuner(tuner, kernel, policy, agreement, question)
         with policy_override(agree=False):
+            if configs is not None:
+                return share.tune(inv, kernel, configs=configs)
             return self._selector.measured(inv, kernel, share, persist=agreement.decides(question))
 
     def _take(self, agreement: Agreement, question: Question, inv: Inv, kernel: AnyKernel, answer: Data) -> _Agreed:

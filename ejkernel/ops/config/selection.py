@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ejkernel import _compat
@@ -387,13 +388,21 @@ class ConfigSelectorChain:
         with self._flights.of(key), store.tuning_lock(key) if store is not None else nullcontext():
             yield
 
-    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, tuner: Any = None) -> Any:
-        """Measures the candidates of a call now, stores the winner, and returns the whole outcome."""
+    def tune(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, tuner: Any = None, configs: Any = None
+    ) -> Any:
+        """Measures the candidates of a call now, stores the winner, and returns the whole outcome.
+
+        Of `configs`, if given, the winner is not stored: the kernel may never list it.
+        """
         agreement = agreement_here() if effective_policy(self).agree else None
         if agreement is not None:
-            return self.joint.tune(agreement, inv, kernel, tuner)
+            return self.joint.tune(agreement, inv, kernel, tuner, configs)
+        made = make_tuner(tuner if tuner is not None else self.tuner)
+        if configs is not None:
+            return made.tune(inv, kernel, configs=configs)
         with self._alone(inv.key):
-            return self.measured(inv, kernel, make_tuner(tuner if tuner is not None else self.tuner))
+            return self.measured(inv, kernel, made)
 
     def measured(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True) -> Any:
         """Measures and remembers; on disk too, unless another process does that."""
@@ -403,11 +412,30 @@ class ConfigSelectorChain:
         tuning = tuner.tune(inv, kernel, store=store, seeds=() if near is None else (near.cfg,))
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
+            if not tuning.complete and (stays := self._finished(inv, kernel)) is not None:
+                if stays.cfg is None:
+                    self.adopt(inv, tuning.cfg)
+                    return tuning
+                return replace(tuning, cfg=stays.cfg, measurement=None, speedup=None)
             new = bool(tuning.candidates)
             facts = {"statistics": tuning.statistics(), "complete": tuning.complete}
             measured = {"timer": tuning.timer, "device": current_device().device_kind}
             self._remember(inv, kernel, tuning.cfg, persist=new and persist, provenance=measured, **facts)
         return tuning
+
+    def _finished(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Tier | None:
+        """What a tuning that came to its end has stored for a call, as far as it may serve; None if there is nothing.
+
+        One that was stopped has less to say, and never takes its place.
+        """
+        store = self.persistent
+        if store is None:
+            return None
+        policy = effective_policy(self)
+        held = store.lookup(*inv.key, cfg_type=kernel.cfg_type, kernel=source_of(kernel), stale=policy.stale)
+        if all(entry is None or not entry.complete for entry in (held, store.own(*inv.key))):
+            return None
+        return self._persistent_tier(store, inv, kernel, policy)
 
     def shared_tuner(
         self, tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, question: Question

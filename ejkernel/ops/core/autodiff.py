@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.core.call import Flat
 from ejkernel.ops.utils import arguments
 
 Args = tuple[Any, ...]
@@ -68,6 +69,32 @@ def with_gradient(
     # Symbolic zeros tell which inputs are differentiated: a keyword array must not silently get a zero gradient.
     call.defvjp(fwd, bwd, symbolic_zeros=True)
     return call(arrays, kw_arrays)
+
+
+def with_gradient_of(run: Flat, other: Flat) -> Flat:
+    """`run`, whose gradient is that of `other`; only with respect to what is differentiated."""
+
+    def fwd(*arrays: Any) -> tuple[Any, Any]:
+        values = [x.value for x in arrays]
+        moving = [i for i, x in enumerate(arrays) if x.perturbed]
+
+        def of(*moved: Any) -> Any:
+            given = dict(enumerate(values)) | dict(zip(moving, moved, strict=True))
+            return other(*given.values())
+
+        out, pull = jax.vjp(of, *(values[i] for i in moving))
+        return out, (pull, Note((moving, len(arrays))))
+
+    def bwd(saved: Any, cotangents: Any) -> tuple[Any, ...]:
+        pull, note = saved
+        moving, count = note.value
+        grads = pull(jax.tree.map(_instantiate, cotangents, is_leaf=_is_symbolic))
+        found = dict(zip(moving, grads, strict=True))
+        return tuple(found.get(i) for i in range(count))
+
+    call = jax.custom_vjp(run)
+    call.defvjp(fwd, bwd, symbolic_zeros=True)
+    return call
 
 
 def _refuse_keyword_gradients(owner: str, kwargs: Kwargs, kw_arrays: list[Any]) -> None:

@@ -99,9 +99,10 @@ class BatchedKernel(Kernel[Any, Any]):
 
     def asked(self, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
         """The call as the kernel is asked about it: the batch if it runs batches itself, else one call."""
-        if native(self.inner, inv.context, inv.platform or get_device_platform()) is not None:
-            return replace(inv, kernel=self.inner)
-        return self._one_of(inv)
+        return replace(inv, kernel=self.inner) if self._is_native(inv) else self._one_of(inv)
+
+    def _is_native(self, inv: Invocation[Any, Any]) -> bool:
+        return native(self.inner, inv.context, inv.platform or get_device_platform()) is not None
 
     def _one_of(self, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
         arrays, statics = arguments.split((inv.args, dict(inv.kwargs)))
@@ -193,14 +194,15 @@ class BatchedKernel(Kernel[Any, Any]):
         leading = lambda saved, *arrays: single(saved, *arguments.merge(arrays, statics))
         found = self.batch.axis.vmap(leading, (0, *self.batch.dims))(saved, *arrays)
         dims = arguments.merge(map(_Dim, self.batch.dims), statics)[0]
-        return tuple(
-            None if g is None else jax.tree.map(_whole_gradient, g, d) for g, d in zip(found, dims, strict=True)
-        )
+        none = lambda g: g is None  # No gradient, of an argument or of a leaf of it.
+        return tuple(jax.tree.map(_whole_gradient, g, d, is_leaf=none) for g, d in zip(found, dims, strict=True))
 
     def _examples(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Legal data for a batch: that of as many calls."""
+        """Legal data for a batch: that of as many calls, unless the kernel is asked about the batch."""
 
         def make(inv: Invocation[Any, Any], key: jax.Array) -> tuple[Args, Kwargs]:
+            if self._is_native(inv):
+                return method(self.asked(inv), key)
             keys = jax.random.split(key, self.batch.axis.size)
             made = [arguments.split(method(self.asked(inv), key)) for key in keys]
             stacked = [
@@ -227,7 +229,7 @@ def _axes_of(tree: Any) -> Any:
 
 
 def _whole_gradient(grad: Any, dim: Any) -> Any:
-    if not isinstance(dim, _Dim) or grad.dtype == jax.dtypes.float0:
+    if grad is None or not isinstance(dim, _Dim) or grad.dtype == jax.dtypes.float0:
         return grad
     return grad.sum(0) if dim.value is None else jnp.moveaxis(grad, 0, dim.value)
 

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any, Generic
 
 import jax
-from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.types import Cfg, Out
@@ -224,8 +223,7 @@ class Invocation(Generic[Cfg, Out]):
     @property
     def is_abstract(self) -> bool:
         """Whether there are only shapes and dtypes, no data to measure with."""
-        leaves = jax.tree.leaves((self.args, dict(self.kwargs)))
-        return any(isinstance(x, (jax.ShapeDtypeStruct, Tracer)) for x in leaves)
+        return any(map(arguments.has_no_data, jax.tree.leaves((self.args, dict(self.kwargs)))))
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:

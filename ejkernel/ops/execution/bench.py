@@ -149,7 +149,7 @@ class Bench:
         return None
 
     def prove_gradient(self, cfg: Any) -> Rejected | None:
-        """Compares a config's gradient with the truth's, for kernels whose backward takes the forward's config."""
+        """Compares what a config gives under `jax.grad` with the truth, for kernels with a gradient of their own."""
         if self.problem.prove_gradient is None:
             return None
         try:

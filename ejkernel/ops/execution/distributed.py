@@ -79,9 +79,9 @@ class ShardedTuner:
     place: Place
     decider: int
 
-    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **_: Any) -> Tuning:
+    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Tuning:
         """The final's outcome in the process that decides, the own share's in the others."""
-        agreement, what = self.place.agreement, outline(inv, kernel)
+        agreement, what = self.place.agreement, outline(inv, kernel, configs)
         listed = list(itertools.islice(search.Space.of(what.space, what.guess), MAX_LISTED))
         share = lambda process: listed[process :: agreement.count]
         try:
@@ -120,9 +120,9 @@ class TogetherTuner:
     tuner: Autotuner
     place: Place
 
-    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **_: Any) -> Tuning:
+    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Tuning:
         """The same outcome in every process; only a guess if one of them was lost."""
-        what = outline(inv, kernel)
+        what = outline(inv, kernel, configs)
         # All must go in step: a budget ends at another candidate in each process, and hosts differ in cores.
         effort = replace(self.tuner.effort(), budget_s=None, build_at_once=BUILD_AT_ONCE)
         steps = Steps(self.place)

@@ -34,6 +34,7 @@ from ejkernel.ops.execution.pipeline import (
     Pipeline,
     any_tracer,
     invocation,
+    known,
     prepared,
 )
 from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
@@ -139,7 +140,7 @@ class Executor:
             # Measured is the batch; what a single call would get is of no interest.
             with contextlib.suppress(InputsWanted):
                 return self._run_here(kernel, cfg, args, kwargs)
-        return self._pipeline.with_inputs(kernel, args, kwargs, lambda: _call(program, args, kwargs))
+        return self._pipeline.with_inputs(known(kernel, args, kwargs), lambda: _call(program, args, kwargs))
 
     def run_mapped(
         self,
@@ -160,7 +161,8 @@ class Executor:
         try:
             return _call(program, args, kwargs)
         except InputsWanted:
-            return self._pipeline.with_inputs(kernel, (), {}, lambda: _call(program, args, kwargs))
+            # Its shards have their data inside of the transformation only.
+            return self._pipeline.with_inputs(((), {}), lambda: _call(program, args, kwargs))
 
     def _sharded(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
         from ejkernel.ops.execution import sharding

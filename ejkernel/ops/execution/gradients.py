@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,25 +30,57 @@ def prover(
     kwargs: Kwargs,
     mismatch: Callable[[Any, Any], str | None],
 ) -> Callable[[Any], str | None] | None:
-    """For a backward that takes the forward's config: says why a config's gradient is wrong, or None."""
-    guess = heuristic(inv, kernel)
-    if BackwardKernel.of(kernel) is not None or _method(inv, kernel, guess) is None:
+    """Says why what runs under `jax.grad` with a config is wrong, or None: the forward's output, and its gradients.
+
+    A backward that has configs of its own is taken with its guess: what it is given depends on the forward's.
+    """
+    guess, own = heuristic(inv, kernel), BackwardKernel.of(kernel)
+    if _method(inv, kernel, guess) is None:
         return None
 
-    def found(cfg: Any) -> Gradients:
-        method = _method(inv, kernel, cfg)
+    def found(cfg: Any) -> tuple[Any, Gradients]:
+        here, cfg_back = inv, cfg
+        if own is not None:
+            here = replace(inv, platform=_platform(inv, kernel, cfg), metadata={**inv.metadata, "forward_cfg": cfg})
+            cfg_back = heuristic(replace(here, kernel=own, op_id=own.op_id), own)
+        method = _method(here, kernel, cfg_back)
         if method is None:
             raise NotImplementedError(f"{inv.op_id}: no backward for {cfg!r}")
-        return _jitted(lambda a, k: _fitted(method(*_saved(inv, kernel, cfg, a, k), a, k, cfg), a))(args, kwargs)
+
+        def run(a: Args, k: Kwargs) -> tuple[Any, Gradients]:
+            saved = _saved(inv, kernel, cfg, a, k)
+            return saved[1], _fitted(method(*saved, a, k, cfg_back), a)
+
+        return _jitted(run)(args, kwargs)
 
     def prove(cfg: Any) -> str | None:
-        want = _true_gradients(kernel, args, kwargs)
-        if want is None and same_cfg(cfg, guess):
-            return None
-        reason = mismatch(found(cfg), found(guess) if want is None else want)
-        return None if reason is None else f"gradient: {reason}"
+        if own is not None and same_cfg(cfg, guess):
+            return None  # Proved where the backward is tuned, and of no use to those who never differentiate.
+        try:
+            got = found(cfg)
+        except Exception:
+            if own is None or _runs(lambda: found(guess)):
+                raise
+            return None  # The backward cannot run here at all, whatever the forward does.
+        want = _true_pair(kernel, args, kwargs)
+        if want is None:
+            if same_cfg(cfg, guess):
+                return None
+            want = found(guess)
+        for what, one, other in zip(("output under grad", "gradient"), got, want, strict=True):
+            if (reason := mismatch(one, other)) is not None:
+                return f"{what}: {reason}"
+        return None
 
     return prove
+
+
+def _runs(fn: Callable[[], Any]) -> bool:
+    try:
+        jax.block_until_ready(fn())
+    except Exception:  # noqa: BLE001 - the answer.
+        return False
+    return True
 
 
 def backward(
@@ -56,6 +89,7 @@ def backward(
     """A backward that is tuned on its own: functions of `(saved, args, kwargs)`, what was saved, right gradients."""
     cfg = inv.metadata.get("forward_cfg")
     cfg = heuristic(inv, forward) if cfg is None else cfg
+    truth = _true_pair(forward, args, kwargs)
     saved = _jitted(lambda a, k: _saved(inv, forward, cfg, a, k))(args, kwargs)
 
     def make_fn(cfg: Any) -> Callable[..., Any]:
@@ -64,7 +98,7 @@ def backward(
             raise NotImplementedError(f"{inv.op_id}: no backward for {cfg!r}")
         return lambda saved, a, k: _fitted(method(*saved, a, k, cfg), a)
 
-    return make_fn, saved, _true_gradients(forward, args, kwargs)
+    return make_fn, saved, None if truth is None else truth[1]
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -126,8 +160,8 @@ def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Ca
     return custom
 
 
-def _true_gradients(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Gradients | None:
-    """The reference's own gradients, for the cotangent that `_saved` makes; None without a reference."""
+def _true_pair(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Any, Gradients] | None:
+    """The reference's output and own gradients, for the cotangent that `_saved` makes; None without a reference."""
     reference = getattr(kernel, "reference", None)
     if reference is None:
         return None
@@ -141,7 +175,7 @@ def _true_gradients(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Gra
         return reference(*treedef.unflatten(merged), **kwargs)
 
     out, pull = jax.vjp(run, {place: leaves[i] for place, i in places.items()})
-    return pull(_cotangent(out))[0]
+    return out, pull(_cotangent(out))[0]
 
 
 def _places(args: Args) -> list[str]:

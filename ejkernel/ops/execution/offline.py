@@ -172,7 +172,8 @@ def tune_each(
             )
             continue
         if tuning.measurement is None:
-            yield Outcome(inv, None, "stopped before anything was measured")
+            stays = "stopped early; what an earlier tuning has stored stays"
+            yield Outcome(inv, None, stays if tuning.rounds else "stopped before anything was measured")
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
             yield Outcome(inv, tuning)

@@ -189,10 +189,7 @@ class WholeCall:
 
         if not self._has_gradient(attempt):
             return self._flat(run)
-        mapped = batch.vmap(self._make(attempt))
-        fn = jax.custom_vjp(self._flat(run))
-        fn.defvjp(lambda *arrays: jax.vjp(mapped, *arrays), lambda pull, cotangents: pull(cotangents))
-        return fn
+        return autodiff.with_gradient_of(self._flat(run), batch.vmap(self._make(attempt)))
 
     # --- Gradients ---
 

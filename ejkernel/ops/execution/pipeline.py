@@ -107,9 +107,9 @@ class Pipeline:
         ask = getattr(self.chooser, "needs_inputs", None)
         return ask is not None and ask(inv, inv.kernel)
 
-    def with_inputs(self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs, call: Callable[[], Any]) -> Any:
+    def with_inputs(self, inputs: tuple[Args, Kwargs], call: Callable[[], Any]) -> Any:
         """`call()`, with the data that tuning will use within reach of the trace, as far as there is any."""
-        self._local.inputs = _known(kernel, args, kwargs)
+        self._local.inputs = inputs
         try:
             return call()
         finally:
@@ -277,7 +277,7 @@ def prepared(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args
     return tuple(result[0]), result[1]
 
 
-def _known(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def known(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """What `prepare` makes of the arguments, shapes in place of what is traced; nothing of it is left in the trace."""
     if not any_tracer(args, kwargs):
         return prepared(kernel, args, kwargs)

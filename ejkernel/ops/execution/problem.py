@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.asking import candidates, forward_of, heuristic, run_with
+from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.core.meshed import on_mesh
@@ -55,7 +56,7 @@ class Problem:
     """The right answer; None takes the guess's."""
     mismatch: Callable[[Any, Any], str | None] = proving.mismatch
     prove_gradient: Callable[[Any], str | None] | None = None
-    """Why a config's gradient is wrong, for kernels whose backward takes the forward's config."""
+    """Why a config is wrong under `jax.grad`, for kernels with a gradient of their own."""
     reference: Callable[..., Any] | None = None
     """What computes the truth from the arguments, if the kernel has such a function."""
 
@@ -78,6 +79,7 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
     args, kwargs = concrete_inputs(inv, kernel)
     if not as_given:
         args, kwargs = telling((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
+    refusal = partial(_refusal, inv, kernel)
     if inv.axes:
         kernel, place = on_mesh(kernel, inv.axes)
         put = lambda x: place(x) if arguments.is_array(x) else x
@@ -87,9 +89,17 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
         make_fn, saved, want = gradients.backward(inv, kernel.forward, args, kwargs)
         truth = None if want is None else lambda: want
         return Problem(inv.op_id, make_fn, (saved, args, kwargs), {}, truth, mismatch)
+
+    def runner(cfg: Any) -> Callable[..., Any]:
+        platform = dispatch.forced_platform(kernel, cfg)
+        if platform is not None and (reason := refusal(platform)) is not None:
+            # No call would ever run it.
+            raise NotImplementedError(f"{platform}: {reason}")
+        return lambda *a, **k: run_with(kernel, inv, cfg, a, k)
+
     return Problem(
         inv.op_id,
-        lambda cfg: lambda *a, **k: run_with(kernel, inv, cfg, a, k),
+        runner,
         args,
         kwargs,
         _reference(kernel, args, kwargs),
@@ -97,6 +107,10 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
         gradients.prover(inv, kernel, args, kwargs, mismatch),
         getattr(kernel, "reference", None),
     )
+
+
+def _refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], platform: str) -> str | None:
+    return dispatch.refusal(kernel, replace(inv, platform=platform), platform)
 
 
 def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:
@@ -162,21 +176,17 @@ def materialise(owner: str, tree: Any, key: jax.Array) -> Any:
     keys = jax.random.split(key, max(len(leaves), 1))
     return treedef.unflatten(
         [
-            gradients.normal(k, x.shape, x.dtype) if _is_abstract(x) else x
+            gradients.normal(k, x.shape, x.dtype) if arguments.has_no_data(x) else x
             for x, k in zip(leaves, keys[: len(leaves)], strict=True)
         ]
     )
-
-
-def _is_abstract(x: Any) -> bool:
-    return isinstance(x, (jax.ShapeDtypeStruct, Tracer))
 
 
 def _refuse_integers(owner: str, tree: Any, *, backward: bool = False) -> None:
     # A backward is traced apart from its data, even where the call is not.
     known = "compile it with the executor's `compile`" if backward else "call it once outside of jit and vmap"
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if _is_abstract(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        if arguments.has_no_data(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TuningInputsError(
                 f"{owner}: cannot tune an abstract call: argument {jax.tree_util.keystr(path[1:])} is "
                 f"{x.dtype}{list(x.shape)}, and only the kernel knows which integers are legal. Define on the kernel\n"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.ops.config import context
-from ejkernel.ops.config.asking import candidates
+from ejkernel.ops.config.asking import candidates, heuristic
 from ejkernel.ops.config.selection import Tuner
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.problem import from_call
+from ejkernel.ops.execution.search.space import MAX_LISTED, Space
 from ejkernel.ops.execution.workers import run_outside
 
 
@@ -35,11 +37,14 @@ class ProtocolTuner:
 
     tuner: Tuner
 
-    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **_: Any) -> Chosen:
-        """The foreign tuner's choice; stores and seeds are not for it."""
+    def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Chosen:
+        """The foreign tuner's choice, of the kernel's space or of `configs`; stores and seeds are not for it."""
 
         def run() -> Any:
             problem = from_call(inv, kernel, as_given=True)
-            return self.tuner.autotune(problem.make_fn, problem.args, problem.kwargs, candidates(inv, kernel))
+            space = candidates(inv, kernel) if configs is None else configs
+            if isinstance(space, Mapping):
+                space = list(itertools.islice(Space.of(space, heuristic(inv, kernel)), MAX_LISTED))
+            return self.tuner.autotune(problem.make_fn, problem.args, problem.kwargs, space)
 
         return Chosen(run_outside(run, contexts=[context.same_scope()]))

@@ -63,6 +63,13 @@ class Roster:
         if number == self.best:
             self.best = None
 
+    def release(self, number: int) -> list[int]:
+        """Those that a rejected candidate stood for; from now on they stand for themselves."""
+        free = [n for n, twin in self.twins.items() if twin == number]
+        for n in free:
+            del self.twins[n], self.ends[n]
+        return free
+
     def is_rejected(self, number: int) -> bool:
         """Whether a candidate is out for good."""
         return self.ends.get(number, ("", ""))[0] in ("failed", "wrong")

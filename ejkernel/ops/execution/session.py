@@ -259,6 +259,14 @@ class Session:
                 self._adopt(result)
                 return
             self._reject(result.winner, rejected)
+            contestants.update(self._heirs(result.winner))
+
+    def _heirs(self, number: int) -> list[int]:
+        """Of those that share the program of a candidate with a wrong gradient, one whose gradient is right."""
+        waiting = self._roster.release(number)
+        while waiting and (rejected := self._prove_gradient(waiting[0])) is not None:
+            self._reject(waiting.pop(0), rejected)
+        return self._prove(self._build(waiting))
 
     def _prove_gradient(self, number: int) -> Rejected | None:
         if number in self._right_gradient:

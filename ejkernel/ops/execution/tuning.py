@@ -64,9 +64,9 @@ def autotune(
     if not any_tracer(args, kwargs):
         inv = replace(inv, args=args, kwargs=kwargs)
     inv = on_its_platform(inv, kernel)
-    if configs is not None:
-        return tuner.tune(inv, kernel, configs=configs).cfg
-    return _selector(selector).tune(inv, kernel, tuner=tuner).cfg
+    # Only what is stored needs the default executor's.
+    chain = _selector(selector) if configs is None else selector or ConfigSelectorChain()
+    return chain.tune(inv, kernel, tuner=tuner, configs=configs).cfg
 
 
 def autotune_recorded(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 
@@ -29,6 +30,13 @@ class Statics(NamedTuple):
 def is_array(x: Any) -> bool:
     """Whether `x` is traced as an array; any other leaf is a static value."""
     return isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__")
+
+
+def has_no_data(x: Any) -> bool:
+    """Whether `x` is an array whose values this process does not have: a shape, a tracer, or spread over processes."""
+    if isinstance(x, (jax.ShapeDtypeStruct, Tracer)):
+        return True
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def split(tree: Any) -> tuple[list[Any], Statics]:

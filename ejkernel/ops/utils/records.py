@@ -31,6 +31,13 @@ def fields_of(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in type(record).model_fields} | (record.model_extra or {})
 
 
+def get(cfg: Any, path: str) -> Any:
+    """A field of a config, its name dotted for nested ones; the config itself for the empty name."""
+    for name in filter(None, path.split(".")):
+        cfg = cfg[name] if isinstance(cfg, Mapping) else getattr(cfg, name)
+    return cfg
+
+
 def build(cls: type, values: Mapping[str, Any], where: str, hints: Mapping[str, Any]) -> Any:
     """Makes a `cls` of `values`, each held to its hint; a missing field takes its default.
 

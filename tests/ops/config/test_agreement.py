@@ -297,6 +297,22 @@ def test_explicit_tuning_in_every_process_ends_with_one_config(tmp_path):
     assert a["chosen"] == [a["tuned"]]
 
 
+def test_explicit_configs_end_with_one_of_them_for_all_and_nothing_stored(tmp_path):
+    script = """
+    selector = ConfigSelectorChain()
+    x = jnp.ones((3, 4))
+    class Prefer(Prefers):
+        def autotune(self, make_fn, args, kwargs, candidates): return list(candidates)[self.factor]
+    tuned = [autotune(Plain(), x, x, configs=[Scale(5), Scale(6)], selector=selector, tuner=Prefer(index)).factor
+             for _ in range(3)]
+    tell(tuned=tuned, stored=len(selector.cache), chosen=choices(Executor(selector), Plain(), [3]))
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a == b
+    assert set(a["tuned"]) <= {5, 6}
+    assert (a["stored"], a["chosen"]) == (0, [1])
+
+
 def test_explicit_tuning_that_fails_for_the_decider_fails_at_once_for_all_and_else_only_there(tmp_path):
     script = """
     class Fails:
@@ -331,7 +347,7 @@ def test_alone_nothing_is_asked():
 
     start = time.monotonic()
     assert agreement.current() is None
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize(

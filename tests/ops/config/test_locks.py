@@ -60,7 +60,7 @@ def test_a_dead_holder_blocks_nobody(tmp_path):
     started = time.monotonic()
     with cache.tuning_lock(KEY, timeout=0.2) as held:
         assert not held
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 30
     os.kill(holder.pid, signal.SIGKILL)
     holder.communicate()
     with cache.tuning_lock(KEY, timeout=10) as held:

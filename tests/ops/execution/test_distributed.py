@@ -46,6 +46,27 @@ def test_sharded_tuning_finds_the_winner_of_a_single_process(tmp_path):
     assert {n for each in found for n in each["timed"]} == set(range(12))
 
 
+def test_eager_call_on_an_array_of_all_processes_is_tuned_on_data_of_one(tmp_path):
+    script = """
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+    host = np.arange(16, dtype=np.float32)
+    mesh = jax.make_mesh((2,), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    x = jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
+    executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="on", agree_s=20)))
+    out = executor(Plain(), x, x)
+    for shard in out.addressable_shards:
+        np.testing.assert_allclose(shard.data, np.sin(host[shard.index]) * host[shard.index], rtol=1e-5)
+    tuned = autotune(Plain(), x, x, selector=ConfigSelectorChain())
+    tell(shape=out.shape, tuned=tuned.factor, tier=executor.explain(Plain(), x, x).tier)
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a == b
+    assert a["shape"] == [16]
+    assert a["tier"] != "heuristic"
+
+
 def test_process_that_fails_in_a_sharded_tuning_is_not_waited_for(tmp_path):
     script = """
     import warnings

@@ -36,8 +36,8 @@ def test_calls_that_wait_for_a_core_do_not_count_on_a_cpu():
 
 
 def test_first_call_that_waits_for_a_core_does_not_make_a_short_one_long():
-    pauses = itertools.chain([0.02], itertools.repeat(0.0005))
-    assert timers.WallClock(wait_for_each=True).measure([lambda: time.sleep(next(pauses))])[0] < 0.02
+    pauses = itertools.chain([0.15], itertools.repeat(0.0005))
+    assert timers.WallClock(wait_for_each=True).measure([lambda: time.sleep(next(pauses))])[0] < 0.1
 
 
 def test_short_calls_are_repeated_until_a_sample_is_long_enough():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Autotuner, ConfigSelectorChain, Kernel, PersistentCache, autotune
+from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, PersistentCache, autotune
 from ejkernel.ops.execution.bench import Bench
 from ejkernel.ops.execution.problem import outline, telling
 from ejkernel.ops.execution.session import TuningError
@@ -250,6 +250,94 @@ def test_config_with_a_wrong_gradient_does_not_win(base, fault):
     tuning = QUIET.tune(call(kernel, X), kernel)
     assert tuning.cfg == Work(MIDDLE)
     assert next(c.reason for c in tuning.candidates if c.cfg.fault).startswith("gradient: ")
+
+
+class WrongUnderGrad(Doubling):
+    """Right as long as nobody differentiates it: the fault is in what `fwd_with_residuals` gives."""
+
+    def fwd_with_residuals(self, x, *, cfg):
+        out = busy(2 * x, cfg.loops)
+        return (3 * out if cfg.fault == "output" else out), jnp.full_like(x, 6.0 if cfg.fault == "residuals" else 2.0)
+
+    def run(self, x, *, cfg):
+        return busy(2 * x, cfg.loops)
+
+    def vjp(self, residuals, out, dout, x, *, cfg):
+        return (dout * residuals,)
+
+
+class WrongUnderGradWithOwnBackward(WrongUnderGrad):
+    def heuristic_cfg_vjp(self, inv):
+        return Work(FAST, tag=1)
+
+    def config_space_vjp(self, inv):
+        return [Work(FAST, tag=1), Work(FAST, tag=2)]
+
+
+@pytest.mark.parametrize("referenced", [False, True], ids=["guess", "reference"])
+@pytest.mark.parametrize("fault", ["output", "residuals"])
+@pytest.mark.parametrize("base", [WrongUnderGrad, WrongUnderGradWithOwnBackward], ids=["one config", "own backward"])
+def test_forward_that_is_wrong_only_under_grad_does_not_win(base, fault, referenced):
+    if referenced:
+        base = type(base.__name__, (base,), {"reference": lambda self, x: x + x})
+    kernel = kernel_with(Work(SLOW), Work(FAST, fault), Work(MIDDLE), base=base, guess=Work(SLOW))
+    tuning = QUIET.tune(call(kernel, X), kernel)
+    assert tuning.cfg == Work(MIDDLE)
+    reason = next(c.reason for c in tuning.candidates if c.cfg.fault)
+    assert reason.startswith("output under grad: " if fault == "output" else "gradient: ")
+
+
+def test_forward_is_tuned_although_its_backward_cannot_run_here():
+    class NoBackwardHere(WrongUnderGradWithOwnBackward):
+        def vjp(self, residuals, out, dout, x, *, cfg):
+            raise NotImplementedError("not on this device")
+
+    assert QUIET.tune(call(NoBackwardHere(), X), NoBackwardHere()).cfg == Work(FAST)
+
+
+def test_configs_with_the_forward_of_one_whose_gradient_is_wrong_are_heard():
+    class Tiled(WithCustomVjp):
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            if cfg.loops == FAST and cfg.tag != 3:
+                raise ValueError("this tile does not fit")
+            return (2 * cotangents[0],)
+
+    kernel = kernel_with(Work(MIDDLE), *(Work(FAST, tag=i) for i in range(5)), base=Tiled)
+    tuning = QUIET.tune(call(kernel, X), kernel)
+    assert tuning.cfg == Work(FAST, tag=3)
+    assert tuning.complete
+    assert {c.cfg.tag: c.status for c in tuning.candidates if c.cfg.loops == FAST} == {
+        **dict.fromkeys((0, 1, 2), "failed"),
+        3: "winner",
+        4: "duplicate",
+    }
+
+
+def test_candidate_on_a_platform_that_the_kernel_refuses_does_not_win():
+    @dataclasses.dataclass(frozen=True)
+    class Placed:
+        loops: int = MIDDLE
+        platform: str | None = None
+
+    class Refusing(Kernel[Placed, jax.Array]):
+        def supports(self, inv, platform):
+            return platform != "pallas" or "not this shape"
+
+        def run_pallas(self, x, *, cfg):
+            return 2 * x
+
+        def run_xla(self, x, *, cfg):
+            return busy(2 * x, cfg.loops)
+
+        def heuristic_cfg(self, inv):
+            return Placed(SLOW)
+
+        def config_space(self, inv):
+            return [Placed(SLOW), Placed(MIDDLE), Placed(FAST, "pallas")]
+
+    chain = ConfigSelectorChain()
+    assert autotune(Refusing(), X, selector=chain, tuner=QUIET) == Placed(MIDDLE)
+    assert Executor(chain).choose_config(Refusing(), X) == Placed(MIDDLE)
 
 
 def test_reference_proves_gradients_too():
@@ -527,6 +615,31 @@ def test_winner_that_left_the_space_does_not_win_again(store):
     assert QUIET.tune(call(kernel, X), kernel, store=store).cfg == Work(FAST)
     kernel = kernel_with(Work(MIDDLE), Work(SLOW))
     assert QUIET.tune(call(kernel, X), kernel, store=store).cfg == Work(MIDDLE)
+
+
+class Interrupted(Autotuner):
+    """Stops before anything is sure, as a budget or Ctrl-C does."""
+
+    def tune(self, inv, kernel, **options):
+        tuning = super().tune(inv, kernel, **options)
+        return dataclasses.replace(tuning, cfg=kernel.heuristic_cfg(inv), complete=False)
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["imported", "of an older JAX"])
+def test_interrupted_tuning_does_not_replace_one_that_was_finished(store, older):
+    kernel, key = Doubling(), call(Doubling(), X).key
+    autotune(kernel, X, selector=ConfigSelectorChain(persistent=store), tuner=QUIET)
+    entry = store.own(*key)
+    assert entry.complete
+    for trials in store.path.rglob("trials.jsonl"):
+        trials.unlink()
+    if older:
+        store.add(dataclasses.replace(entry, provenance={**entry.provenance, "jax": "0.1"}))
+    chain = ConfigSelectorChain(persistent=PersistentCache(store.path))
+    assert autotune(kernel, X, selector=chain, tuner=Interrupted(progress=False)) == entry.cfg
+    assert chain.persistent.own(*key).cfg == entry.cfg
+    assert chain.persistent.own(*key).complete
+    assert Executor(chain).choose_config(kernel, X) == entry.cfg
 
 
 def test_failures_are_not_tried_again(store, watch):

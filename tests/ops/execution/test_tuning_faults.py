@@ -27,7 +27,7 @@ FRESH = (Work(MIDDLE), Work(FAST), Work(SLOW))
 
 
 def isolated(**settings):
-    limits = {"compile_s": 8, "run_s": 4, "memory_bytes": 3 << 29}
+    limits = {"compile_s": 60, "run_s": 4, "memory_bytes": 3 << 29}
     return Autotuner(progress=False, isolation="process", **{**limits, **settings})
 
 

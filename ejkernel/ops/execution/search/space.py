@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.utils.records import get
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +94,6 @@ class Space(Generic[Cfg]):
         if _numeric(values):
             return [p for p in (position - 1, position + 1) if 0 <= p < len(values)]
         return [p for p in range(len(values)) if p != position]
-
-
-def get(cfg: Any, path: str) -> Any:
-    """Returns a field of a config, its name dotted for nested ones; the config itself for the empty name."""
-    for name in filter(None, path.split(".")):
-        cfg = cfg[name] if isinstance(cfg, Mapping) else getattr(cfg, name)
-    return cfg
 
 
 def put(cfg: Any, path: str, value: Any) -> Any:

@@ -80,7 +80,7 @@ def test_a_hanging_job_costs_its_limit(shared, job):
     pid, start = shared.pid, time.monotonic()
     with pytest.raises(JobTimedOut, match=r"killed after its limit of 0\.3 s"):
         shared.run(job, limit_s=0.3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert not alive(pid)
     assert shared.run(jobs.add, 1, 1, limit_s=LIMIT) == 2
 
