@@ -167,8 +167,12 @@ def _tune_there(
             if entry is None:
                 yield _row((spec["device"], spec["op_id"], spec["call_key"]), error=finished.error)
             else:
-                # Stored as it comes in: whatever happens to the rest, this one is safe.
-                cache.add(entry)
+                mine = cache.own(*entry.place)
+                if mine is not None and mine.complete and not entry.complete:
+                    entry = mine  # A tuning that was stopped does not take the place of one that was finished.
+                else:
+                    # Stored as it comes in: whatever happens to the rest, this one is safe.
+                    cache.add(entry)
                 yield _row(entry.place, entry.cfg, entry.statistics, entry.complete)
 
 

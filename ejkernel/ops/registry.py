@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.utils import env
+from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.fingerprint import Device, abstractify, device_fingerprint
 
 SMALL_INTEGERS = 65536
@@ -56,7 +55,7 @@ def _keep(kernel: Kernel[Any, Any], tree: Any) -> Any:
     """`tree` without device memory: shapes, and small integers as numpy arrays if the kernel asks for them."""
 
     def keep(x: Any) -> Any:
-        concrete = isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
+        concrete = isinstance(x, (jax.Array, np.ndarray)) and not arguments.has_no_data(x)
         if kernel.record_integers and concrete and x.size <= SMALL_INTEGERS and np.issubdtype(x.dtype, np.integer):
             return np.array(x)
         return abstractify(x)

@@ -412,30 +412,27 @@ class ConfigSelectorChain:
         tuning = tuner.tune(inv, kernel, store=store, seeds=() if near is None else (near.cfg,))
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
-            if not tuning.complete and (stays := self._finished(inv, kernel)) is not None:
-                if stays.cfg is None:
-                    self.adopt(inv, tuning.cfg)
-                    return tuning
-                return replace(tuning, cfg=stays.cfg, measurement=None, speedup=None)
+            stays = None if tuning.complete else self._finished(inv, kernel)
+            if stays is not None and context.same_cfg(stays, tuning.cfg):
+                return tuning
+            if stays is not None and not tuning.has_beaten(stays):
+                logger.info("%s: stopped early; what a finished tuning has stored stays: %r", inv.op_id, stays)
+                return replace(tuning, cfg=stays, measurement=None, speedup=None)
             new = bool(tuning.candidates)
             facts = {"statistics": tuning.statistics(), "complete": tuning.complete}
             measured = {"timer": tuning.timer, "device": current_device().device_kind}
             self._remember(inv, kernel, tuning.cfg, persist=new and persist, provenance=measured, **facts)
         return tuning
 
-    def _finished(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Tier | None:
-        """What a tuning that came to its end has stored for a call, as far as it may serve; None if there is nothing.
-
-        One that was stopped has less to say, and never takes its place.
-        """
-        store = self.persistent
+    def _finished(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        """The config that a tuning which came to its end has stored for a call, if it may serve; else None."""
+        store, policy = self.persistent, effective_policy(self)
         if store is None:
             return None
-        policy = effective_policy(self)
-        held = store.lookup(*inv.key, cfg_type=kernel.cfg_type, kernel=source_of(kernel), stale=policy.stale)
-        if all(entry is None or not entry.complete for entry in (held, store.own(*inv.key))):
+        entry = store.lookup(*inv.key, cfg_type=kernel.cfg_type, kernel=source_of(kernel), stale=policy.stale)
+        if entry is None or not entry.complete:
             return None
-        return self._persistent_tier(store, inv, kernel, policy)
+        return self._persistent_tier(store, inv, kernel, policy).cfg
 
     def shared_tuner(
         self, tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, question: Question

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,8 @@ from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import arguments
 
+logger = logging.getLogger("ejkernel.tuning")
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Gradients = dict[str, Any]
@@ -29,10 +33,13 @@ def prover(
     args: Args,
     kwargs: Kwargs,
     mismatch: Callable[[Any, Any], str | None],
+    refusal: Callable[[Any], str | None],
 ) -> Callable[[Any], str | None] | None:
     """Says why what runs under `jax.grad` with a config is wrong, or None: the forward's output, and its gradients.
 
-    A backward that has configs of its own is taken with its guess: what it is given depends on the forward's.
+    A backward that has configs of its own is taken with its guess: what it is given depends on the forward's. Where
+    nobody knows the right gradient, because neither reference nor guess can be differentiated here, no config is to
+    blame. `refusal` says why no call would run with a config, or None.
     """
     guess, own = heuristic(inv, kernel), BackwardKernel.of(kernel)
     if _method(inv, kernel, guess) is None:
@@ -45,7 +52,7 @@ def prover(
             cfg_back = heuristic(replace(here, kernel=own, op_id=own.op_id), own)
         method = _method(here, kernel, cfg_back)
         if method is None:
-            raise NotImplementedError(f"{inv.op_id}: no backward for {cfg!r}")
+            raise NotImplementedError(f"{inv.op_id}: no backward for {cfg_back!r}")
 
         def run(a: Args, k: Kwargs) -> tuple[Any, Gradients]:
             saved = _saved(inv, kernel, cfg, a, k)
@@ -53,20 +60,29 @@ def prover(
 
         return _jitted(run)(args, kwargs)
 
+    def reference() -> tuple[Any, Gradients] | None:
+        # Differentiated on a mesh of its own, a reference that communicates sums over devices what a kernel need not.
+        return None if inv.axes else _true_pair(kernel, args, kwargs)
+
+    def guessed() -> tuple[Any, Gradients] | None:
+        return found(guess) if refusal(guess) is None else None
+
+    @functools.cache
+    def truth(of_guess: bool) -> tuple[Any, Gradients] | None:
+        return _first_known(inv.op_id, [reference] if of_guess else [reference, guessed])
+
     def prove(cfg: Any) -> str | None:
-        if own is not None and same_cfg(cfg, guess):
+        if _method(inv, kernel, cfg) is None:
+            return None  # JAX differentiates what was proved.
+        is_guess = same_cfg(cfg, guess)
+        if own is not None and is_guess:
             return None  # Proved where the backward is tuned, and of no use to those who never differentiate.
-        try:
-            got = found(cfg)
-        except Exception:
-            if own is None or _runs(lambda: found(guess)):
-                raise
-            return None  # The backward cannot run here at all, whatever the forward does.
-        want = _true_pair(kernel, args, kwargs)
+        want = truth(is_guess)
+        if want is None and (own is not None or is_guess):
+            return None
+        got = found(cfg)  # Even if it is compared with nothing, it must run.
         if want is None:
-            if same_cfg(cfg, guess):
-                return None
-            want = found(guess)
+            return None
         for what, one, other in zip(("output under grad", "gradient"), got, want, strict=True):
             if (reason := mismatch(one, other)) is not None:
                 return f"{what}: {reason}"
@@ -75,12 +91,15 @@ def prover(
     return prove
 
 
-def _runs(fn: Callable[[], Any]) -> bool:
-    try:
-        jax.block_until_ready(fn())
-    except Exception:  # noqa: BLE001 - the answer.
-        return False
-    return True
+def _first_known(owner: str, sources: Sequence[Callable[[], Any]]) -> Any:
+    """The first answer that there is."""
+    for source in sources:
+        try:
+            if (answer := source()) is not None:
+                return jax.block_until_ready(answer)
+        except Exception as error:  # noqa: BLE001 - the next one may know.
+            logger.debug("%s: no gradient to compare with: %s: %s", owner, type(error).__name__, error)
+    return None
 
 
 def backward(

@@ -171,9 +171,8 @@ def tune_each(
                 inv, None, str(error) if isinstance(error, EjkernelError) else f"{type(error).__name__}: {error}"
             )
             continue
-        if tuning.measurement is None:
-            stays = "stopped early; what an earlier tuning has stored stays"
-            yield Outcome(inv, None, stays if tuning.rounds else "stopped before anything was measured")
+        if tuning.measurement is None and not tuning.rounds:
+            yield Outcome(inv, None, "stopped before anything was measured")
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
             yield Outcome(inv, tuning)

@@ -79,7 +79,7 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
     args, kwargs = concrete_inputs(inv, kernel)
     if not as_given:
         args, kwargs = telling((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
-    refusal = partial(_refusal, inv, kernel)
+    refusal = partial(_refusal, inv, kernel)  # Asked of the kernel itself, not of what it is on a mesh.
     if inv.axes:
         kernel, place = on_mesh(kernel, inv.axes)
         put = lambda x: place(x) if arguments.is_array(x) else x
@@ -91,11 +91,12 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
         return Problem(inv.op_id, make_fn, (saved, args, kwargs), {}, truth, mismatch)
 
     def runner(cfg: Any) -> Callable[..., Any]:
-        platform = dispatch.forced_platform(kernel, cfg)
-        if platform is not None and (reason := refusal(platform)) is not None:
-            # No call would ever run it.
-            raise NotImplementedError(f"{platform}: {reason}")
-        return lambda *a, **k: run_with(kernel, inv, cfg, a, k)
+        def run(*a: Any, **k: Any) -> Any:
+            if (reason := refusal(cfg)) is not None:
+                raise NotImplementedError(reason)
+            return run_with(kernel, inv, cfg, a, k)
+
+        return run
 
     return Problem(
         inv.op_id,
@@ -104,13 +105,16 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
         kwargs,
         _reference(kernel, args, kwargs),
         mismatch,
-        gradients.prover(inv, kernel, args, kwargs, mismatch),
+        gradients.prover(inv, kernel, args, kwargs, mismatch, refusal),
         getattr(kernel, "reference", None),
     )
 
 
-def _refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], platform: str) -> str | None:
-    return dispatch.refusal(kernel, replace(inv, platform=platform), platform)
+def _refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str | None:
+    """Why no call would run with a config: it names a platform that cannot serve."""
+    platform = dispatch.forced_platform(kernel, cfg)
+    reason = None if platform is None else dispatch.refusal(kernel, replace(inv, platform=platform), platform)
+    return None if reason is None else f"{platform}: {reason}"
 
 
 def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:

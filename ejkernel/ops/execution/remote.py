@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.asking import source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel
@@ -16,6 +18,7 @@ from ejkernel.ops.execution.bench import Bench, Built, Rejected
 from ejkernel.ops.execution.problem import from_call
 from ejkernel.ops.execution.timers import TimerError
 from ejkernel.ops.execution.workers import JobError, JobOutOfMemory, JobRaised, JobTimedOut, ProcessWorker
+from ejkernel.ops.utils import arguments
 
 
 class RemoteBenchError(EjkernelError, RuntimeError):
@@ -85,7 +88,11 @@ class RemoteBench:
                 f"{owner.__name__} is defined in the script that runs, where a worker process cannot import it. Move "
                 'it into a module, or tune with isolation="thread".'
             )
-        self._call = (kernel, replace(inv, metadata=dict(inv.metadata)), {**options, "compile_s": compile_s})
+        # What other processes hold cannot travel; the worker makes it up.
+        sent = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if arguments.has_no_data(x) else x
+        args, kwargs = jax.tree.map(sent, (inv.args, dict(inv.kwargs)))
+        inv = replace(inv, args=args, kwargs=kwargs, metadata=dict(inv.metadata))
+        self._call = (kernel, inv, {**options, "compile_s": compile_s})
         self._compile_s, self._run_s = compile_s, run_s
         self._runs = max(1, options.get("num_warmup", 1))
         self._worker = ProcessWorker(memory_bytes=memory_bytes)

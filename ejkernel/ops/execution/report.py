@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ejkernel.ops.config.context import same_cfg
 from ejkernel.ops.execution.cost import Cost
 from ejkernel.ops.execution.standings import Estimate, Ratio
 
@@ -65,6 +66,7 @@ class Tuning:
       rounds: Rounds of the race.
       seconds: Time spent.
       cost: What the call costs at least, as far as it can be counted.
+      decided: Whether the race came to its end, though not every config need have taken part.
     """
 
     cfg: Any
@@ -76,6 +78,11 @@ class Tuning:
     rounds: int
     seconds: float
     cost: Cost | None = None
+    decided: bool = False
+
+    def has_beaten(self, cfg: Any) -> bool:
+        """Whether the winner was fairly compared with a config."""
+        return self.decided and any(c.measurement is not None and same_cfg(c.cfg, cfg) for c in self.candidates)
 
     def counts(self) -> dict[str, int]:
         """How many candidates ended in which way."""

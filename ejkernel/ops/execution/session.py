@@ -264,7 +264,7 @@ class Session:
     def _heirs(self, number: int) -> list[int]:
         """Of those that share the program of a candidate with a wrong gradient, one whose gradient is right."""
         waiting = self._roster.release(number)
-        while waiting and (rejected := self._prove_gradient(waiting[0])) is not None:
+        while waiting and not self._over and (rejected := self._prove_gradient(waiting[0])) is not None:
             self._reject(waiting.pop(0), rejected)
         return self._prove(self._build(waiting))
 
@@ -362,6 +362,7 @@ class Session:
             tuning = Tuning(
                 cfg=self._cfg(roster.best),
                 complete=whole and last.complete,
+                decided=last.complete,
                 measurement=Measurement.of(last.estimate, timer),
                 speedup=last.speedup,
                 timer=timer,

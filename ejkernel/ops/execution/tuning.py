@@ -64,9 +64,9 @@ def autotune(
     if not any_tracer(args, kwargs):
         inv = replace(inv, args=args, kwargs=kwargs)
     inv = on_its_platform(inv, kernel)
-    # Only what is stored needs the default executor's.
-    chain = _selector(selector) if configs is None else selector or ConfigSelectorChain()
-    return chain.tune(inv, kernel, tuner=tuner, configs=configs).cfg
+    if configs is not None and selector is None and not isinstance(default_executor().chooser, ConfigSelectorChain):
+        selector = ConfigSelectorChain()  # Nothing will be stored, so anyone's will do.
+    return _selector(selector).tune(inv, kernel, tuner=tuner, configs=configs).cfg
 
 
 def autotune_recorded(

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, PersistentCache, autotune
+from ejkernel.ops import (
+    AutotunePolicy,
+    Autotuner,
+    ConfigSelectorChain,
+    Executor,
+    Kernel,
+    PersistentCache,
+    autotune,
+)
 from ejkernel.ops.execution.bench import Bench
 from ejkernel.ops.execution.problem import outline, telling
 from ejkernel.ops.execution.session import TuningError
@@ -287,12 +295,74 @@ def test_forward_that_is_wrong_only_under_grad_does_not_win(base, fault, referen
     assert reason.startswith("output under grad: " if fault == "output" else "gradient: ")
 
 
-def test_forward_is_tuned_although_its_backward_cannot_run_here():
-    class NoBackwardHere(WrongUnderGradWithOwnBackward):
-        def vjp(self, residuals, out, dout, x, *, cfg):
-            raise NotImplementedError("not on this device")
+class NoBackward(WrongUnderGradWithOwnBackward):
+    def vjp(self, residuals, out, dout, x, *, cfg):
+        raise NotImplementedError("not on this device")
 
-    assert QUIET.tune(call(NoBackwardHere(), X), NoBackwardHere()).cfg == Work(FAST)
+
+class GuessCannotBeDifferentiated(WrongUnderGradWithOwnBackward):
+    def fwd_with_residuals(self, x, *, cfg):
+        if cfg == Work(MIDDLE):
+            raise NotImplementedError("for decoding only")
+        return super().fwd_with_residuals(x, cfg=cfg)
+
+
+class GuessCannotRun(GuessCannotBeDifferentiated):
+    def run(self, x, *, cfg):
+        if cfg == Work(MIDDLE):
+            raise ValueError("the tile does not fit")
+        return super().run(x, cfg=cfg)
+
+
+class ReferenceCannotBeDifferentiated(WrongUnderGradWithOwnBackward):
+    def reference(self, x):
+        return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] * 2), (0, x))[1]
+
+
+@pytest.mark.parametrize(
+    "base", [NoBackward, GuessCannotBeDifferentiated, GuessCannotRun, ReferenceCannotBeDifferentiated]
+)
+def test_forward_is_tuned_where_nobody_knows_the_right_gradient(base):
+    assert QUIET.tune(call(base(), X), base()).cfg == Work(FAST)
+
+
+def test_heirs_are_not_heard_when_the_time_is_over():
+    proved = []
+
+    class Slow(WithCustomVjp):
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            proved.append(cfg)
+            time.sleep(1)
+            raise ValueError("this tile does not fit")
+
+    kernel = kernel_with(Work(MIDDLE), *(Work(FAST, tag=i) for i in range(9)), base=Slow)
+    Autotuner(progress=False, budget_s=2).tune(call(kernel, X), kernel)
+    assert len(proved) < 9
+
+
+def test_interrupted_by_its_own_limit_a_tuning_that_beat_the_stored_config_counts(store):
+    kernel, chain = kernel_with(Work(SLOW), Work(MIDDLE), guess=Work(SLOW)), ConfigSelectorChain(persistent=store)
+    assert autotune(kernel, X, selector=chain, tuner=QUIET) == Work(MIDDLE)
+    kernel.space = (*kernel.space, Work(FAST), Work(MIDDLE + 1))
+    few = Autotuner(progress=False, max_candidates=3)
+    assert autotune(kernel, X, selector=chain, tuner=few) == Work(FAST)
+    assert store.own(*call(kernel, X).key).cfg == Work(FAST)
+
+
+@pytest.mark.parametrize("stale", ["ignore", "retune"])
+def test_interrupted_tuning_replaces_what_may_not_serve(store, stale):
+    kernel, key = Doubling(), call(Doubling(), X).key
+    autotune(kernel, X, selector=ConfigSelectorChain(persistent=store), tuner=QUIET)
+    entry = store.own(*key)
+    store.add(dataclasses.replace(entry, provenance={**entry.provenance, "jax": "0.1"}))
+    policy = AutotunePolicy(autotune="on", stale=stale)
+    chain = ConfigSelectorChain(
+        persistent=PersistentCache(store.path), policy=policy, tuner=Interrupted(progress=False)
+    )
+    assert Executor(chain).choose_config(kernel, X) == Work(MIDDLE)
+    renewed = PersistentCache(store.path).own(*key)
+    assert (renewed.cfg, renewed.complete) == (Work(MIDDLE), False)
+    assert renewed.provenance["jax"] == jax.__version__
 
 
 def test_configs_with_the_forward_of_one_whose_gradient_is_wrong_are_heard():
@@ -335,6 +405,12 @@ def test_candidate_on_a_platform_that_the_kernel_refuses_does_not_win():
         def config_space(self, inv):
             return [Placed(SLOW), Placed(MIDDLE), Placed(FAST, "pallas")]
 
+    class MakesFirst:
+        def autotune(self, make_fn, args, kwargs, candidates):
+            made = {cfg: make_fn(cfg) for cfg in candidates}
+            return next(cfg for cfg in made if cfg.loops == MIDDLE)
+
+    assert autotune(Refusing(), X, selector=ConfigSelectorChain(), tuner=MakesFirst()) == Placed(MIDDLE)
     chain = ConfigSelectorChain()
     assert autotune(Refusing(), X, selector=chain, tuner=QUIET) == Placed(MIDDLE)
     assert Executor(chain).choose_config(Refusing(), X) == Placed(MIDDLE)
@@ -622,7 +698,7 @@ class Interrupted(Autotuner):
 
     def tune(self, inv, kernel, **options):
         tuning = super().tune(inv, kernel, **options)
-        return dataclasses.replace(tuning, cfg=kernel.heuristic_cfg(inv), complete=False)
+        return dataclasses.replace(tuning, cfg=kernel.heuristic_cfg(inv), complete=False, decided=False)
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["imported", "of an older JAX"])
