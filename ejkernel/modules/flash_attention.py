@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from ejkernel.kernels.flash_attention import masks, reference, spaces, xla
 from ejkernel.kernels.flash_attention.arguments import (
@@ -23,6 +24,7 @@ from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdCo
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import current_device, device_kind
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
@@ -452,7 +454,20 @@ def flash_attention(
         return sharded(_call, args, kwargs, cfg, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:
         raise AttentionArgumentError("in_specs and out_specs need mesh.")
+    if (spec := _explicit_spec(args)) is not None:
+        arrays, statics = arguments.split((args, kwargs))
+        call = lambda *arrays: _call(*arguments.merge(arrays, statics), cfg)
+        return jax.sharding.auto_axes(call, out_sharding=spec)(*arrays)
     return _call(args, kwargs, cfg)
+
+
+def _explicit_spec(args: tuple[Any, ...]) -> PartitionSpec | None:
+    """The output's sharding, if those of the arguments are part of their types; inside, the compiler decides."""
+    types = [jax.typeof(x).sharding for x in args[:3] if isinstance(x, jax.Array)]
+    if all(t.mesh.empty or all(axis is None for axis in t.spec) for t in types):
+        return None
+    # Not of the head dimension: the output has the value's.
+    return PartitionSpec(*types[0].spec[:3], None)
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Array:

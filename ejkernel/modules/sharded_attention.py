@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, canonical
 from ejkernel.ops.execution.sharding import shard_mapped
@@ -27,6 +27,8 @@ def sharded(
     out_specs: Any,
 ) -> Array:
     """`call(args, kwargs, cfg)` with query, key and value sharded by `in_specs`, and all else accordingly."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise AttentionArgumentError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}.")
     specs = _specs(in_specs, mesh)
     # Canonical here, on the whole call: cumulative lengths and sinks have their final shapes before they are cut.
     statics = {name: x for name, x in kwargs.items() if name != "platform"}

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -106,10 +107,66 @@ def test_empty_and_tiny_sequences(length):
     assert flash_attention(q[:, :0], k, v).shape == (2, 0, 4, 16)
 
 
+def test_empty_batch_has_an_empty_result_and_gradient():
+    q, k, v = (x[:0] for x in arrays())
+    for platform in (None, "reference"):
+        assert flash_attention(q, k, v, platform=platform).shape == (0, 24, 4, 16)
+    assert jax.grad(lambda q: flash_attention(q, k, v).sum())(q).shape == (0, 24, 4, 16)
+
+
+@pytest.mark.parametrize("causal", [False, True, "lower_right"])
+@pytest.mark.parametrize("window", [23, 2**31 - 20, 2**31 - 1, 2**31, sys.maxsize], ids=str)
+def test_window_that_no_key_is_outside_of_is_none(window, causal):
+    q, k, v = arrays(q_len=20)
+    for platform in ("xla", "reference"):
+        for pair in (window, (window, None), (None, window)):
+            got = flash_attention(q, k, v, causal=causal, sliding_window=pair, platform=platform)
+            close(got, flash_attention(q, k, v, causal=causal))
+    packed = {"cum_seqlens_q": jnp.array([0, 7, 20]), "cum_seqlens_k": jnp.array([0, 9, 24])}
+    got = flash_attention(q, k, v, causal=causal, sliding_window=window, **packed)
+    close(got, flash_attention(q, k, v, causal=causal, **packed))
+
+
+@pytest.mark.parametrize("kernel", ["xla", "reference", "pallas", "triton"])
+def test_sink_of_minus_infinity_is_none(kernel):
+    q, k, v = arrays()
+    mask = jnp.ones((24, 24), bool).at[5].set(False)
+    sinks = jnp.array([-jnp.inf, 0.0, -jnp.inf, 0.0])
+
+    def call(q, sinks):
+        if kernel in ("xla", "reference"):
+            return flash_attention(q, k, v, softmax_aux=sinks, attention_mask=mask, platform=kernel)
+        ids = {"q_segment_ids": jnp.arange(24)[None].repeat(2, 0) == 5, "kv_segment_ids": jnp.zeros((2, 24), bool)}
+        ids = {name: x.astype(jnp.int32) for name, x in ids.items()}
+        cfg = FlashAttentionConfig(platform=kernel)
+        return FlashAttention(interpret=True)(q, k, v, None, sinks, cfg=cfg, **ids)
+
+    out = call(q, sinks)
+    without = flash_attention(q, k, v, attention_mask=mask)
+    close(out[:, :, ::2], without[:, :, ::2])
+    assert not out[:, 5].any()
+    for grad in jax.grad(lambda q, sinks: call(q, sinks).sum(), argnums=(0, 1))(q, sinks):
+        assert np.isfinite(np.asarray(grad)).all()
+
+
 # --- Errors name their argument ---
 
 BAD = {
     "query must be \\[batch": lambda q, k, v: flash_attention(q[0], k, v),
+    "query must be an array, got NoneType": lambda q, k, v: flash_attention(None, k, v),
+    "query must be floating point of at least 16 bits, got float8": lambda q, k, v: flash_attention(
+        *(x.astype(jnp.float8_e4m3fn) for x in (q, k, v))
+    ),
+    "query must have at least one head": lambda q, k, v: flash_attention(q[:, :, :0], k, v),
+    "of a shape only the batch may be symbolic": lambda q, k, v: jax.eval_shape(
+        lambda q: flash_attention(q, q, q),
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, t, 2, 8"), jnp.float32),
+    ),
+    "cum_seqlens_q must be an array": lambda q, k, v: flash_attention(q, k, v, cum_seqlens_q=[[0, 24], [0, 5, 24]]),
+    "logits_soft_cap must be positive and finite": lambda q, k, v: flash_attention(
+        q, k, v, logits_soft_cap=float("inf")
+    ),
+    "mesh must be a jax.sharding.Mesh, got int": lambda q, k, v: flash_attention(q, k, v, mesh=3, in_specs=P()),
     "query must be floating": lambda q, k, v: flash_attention(q.astype(int), k.astype(int), v.astype(int)),
     "key is bfloat16 and query is float32": lambda q, k, v: flash_attention(q, k.astype(jnp.bfloat16), v),
     "value has batch 1": lambda q, k, v: flash_attention(q, k, v[:1]),
@@ -228,6 +285,30 @@ def test_vmap_jit_remat_and_scan():
     close(jax.grad(jax.checkpoint(loss))(q), jax.jit(jax.grad(loss))(q))
     _, outs = jax.lax.scan(lambda c, x: (c, flash_attention(x, k, v, causal=True)), 0, q[None])
     close(outs[0], want)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"platform": "reference"}], ids=str)
+def test_exported_with_a_symbolic_batch(options):
+    q, k, v = arrays()
+    call = jax.jit(lambda q, k, v: flash_attention(q, k, v, **options))
+    (batch,) = jax.export.symbolic_shape("b")
+    exported = jax.export.export(call)(*(jax.ShapeDtypeStruct((batch, *x.shape[1:]), jnp.float32) for x in (q, k, v)))
+    close(exported.call(q, k, v), call(q, k, v))
+
+
+@pytest.mark.parametrize("spec", [P("d"), P("d", None, "h"), P(None, "d")], ids=str)
+@pytest.mark.parametrize("platform", [None, "reference"])
+def test_arrays_with_explicit_sharding(spec, platform):
+    q, k, v = arrays()
+    want = flash_attention(q, k, v, causal=True)
+    want_grad = jax.grad(lambda q: flash_attention(q, k, v, causal=True).sum())(q)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("d", "h"), axis_types=(AxisType.Explicit,) * 2)):
+        q, k, v = (jax.device_put(x, spec) for x in (q, k, v))
+        call = lambda q: flash_attention(q, k, v, causal=True, platform=platform)
+        out, grad = call(q), jax.jit(jax.grad(lambda q: call(q).sum()))(q)
+        assert jax.typeof(out).sharding.spec == jax.typeof(q).sharding.spec
+    close(out, want)
+    close(grad, want_grad)
 
 
 def test_keys_of_calls_do_not_depend_on_scale_or_seed():

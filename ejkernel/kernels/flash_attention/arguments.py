@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -94,7 +95,7 @@ def canonical(
     full = (batch, heads, q_len, kv_len)
     packed = cum_seqlens_q is not None or cum_seqlens_k is not None
     # In packed sequences the positions know where each sequence's diagonal starts.
-    lower, upper = _band(causal, sliding_window, 0 if packed else kv_len - q_len)
+    lower, upper = _reachable(*_band(causal, sliding_window, 0 if packed else kv_len - q_len), q_len, kv_len, packed)
     segments = _segments(q_segment_ids, kv_segment_ids, packed, batch, q_len, kv_len)
     positions = (None, None)
     if packed:
@@ -131,10 +132,12 @@ def _checked_qkv(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     for name, x in named.items():
         if x.ndim != 4:
             raise AttentionArgumentError(f"{name} must be [batch, sequence, heads, head_dim], got shape {x.shape}.")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise AttentionArgumentError(f"{name} must be floating point, got {x.dtype}.")
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise AttentionArgumentError(f"{name} must be floating point of at least 16 bits, got {x.dtype}.")
         if x.dtype != named["query"].dtype:
             raise AttentionArgumentError(f"{name} is {x.dtype} and query is {named['query'].dtype}; cast one of them.")
+        if not all(isinstance(n, int) for n in x.shape[1:]):
+            raise AttentionArgumentError(f"of a shape only the batch may be symbolic, got {name} of shape {x.shape}.")
         if x.shape[0] != named["query"].shape[0]:
             raise AttentionArgumentError(f"{name} has batch {x.shape[0]}, query has {named['query'].shape[0]}.")
     q, k, v = named.values()
@@ -148,6 +151,8 @@ def _checked_qkv(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         raise AttentionArgumentError(
             f"query has {q.shape[2]} heads and key has {k.shape[2]}; the first must be a multiple of the second."
         )
+    if q.shape[2] == 0:
+        raise AttentionArgumentError(f"query must have at least one head, got shape {q.shape}.")
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise AttentionArgumentError(f"head_dim must not be 0, got {q.shape[3]} (query) and {v.shape[3]} (value).")
     return q, k, v
@@ -158,8 +163,8 @@ def _array(name: str, x: Any) -> Any:
         return x
     try:
         return jnp.asarray(x)
-    except TypeError as error:
-        raise AttentionArgumentError(f"{name} must be an array, got {type(x).__name__}.") from error
+    except (TypeError, ValueError) as error:
+        raise AttentionArgumentError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
 # --- Who sees whom ---
@@ -174,6 +179,18 @@ def _band(causal: Causal, window: Any, offset: int) -> tuple[int | None, int | N
     if causal is not False:
         right = 0 if right is None else min(right, 0)
     return None if left is None else diagonal - left, None if right is None else diagonal + right
+
+
+def _reachable(
+    lower: int | None, upper: int | None, q_len: int, kv_len: int, packed: bool
+) -> tuple[int | None, int | None]:
+    """The bounds, as far as queries and keys of these lengths reach: sums of places and bounds are int32."""
+    if packed:  # Positions count from where sequences start, or end.
+        far = q_len + kv_len
+        return None if lower is None else max(lower, -far), None if upper is None else min(upper, far)
+    lower = None if lower is None or lower <= 1 - q_len else min(lower, kv_len)
+    upper = None if upper is None or upper >= kv_len - 1 else max(upper, -q_len)
+    return lower, upper
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:
@@ -304,6 +321,8 @@ def _sinks(aux: Any, heads: int) -> Any:
             f"alike, got {aux.dtype}{list(aux.shape)}."
         )
     aux = aux[:, None] if aux.ndim == 1 else aux
+    if aux.shape[1] == 0:
+        return None
     return aux if aux.shape[0] == heads else jnp.broadcast_to(aux, (heads, aux.shape[1]))
 
 
@@ -311,8 +330,8 @@ def _soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
     cap = _number("logits_soft_cap", cap)
-    if not cap > 0:
-        raise AttentionArgumentError(f"logits_soft_cap must be positive, or None for no cap, got {cap}.")
+    if not (cap > 0 and math.isfinite(cap)):
+        raise AttentionArgumentError(f"logits_soft_cap must be positive and finite, or None for no cap, got {cap}.")
     return cap
 
 

@@ -52,8 +52,10 @@ def with_sinks(out: Array, lse: Array, aux: Array | None) -> tuple[Array, Array]
     sink = jax.nn.logsumexp(aux.astype(lse.dtype), axis=1)[None, :, None]
     seen = jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
     total = jnp.logaddexp(seen, sink)
-    share = jnp.exp(seen - total).swapaxes(1, 2)[..., None]
-    return (out.astype(lse.dtype) * share).astype(out.dtype), total
+    # A sink of -inf is none, and a row that sees nothing else still sees nothing.
+    nothing = jnp.isneginf(total)
+    share = jnp.where(nothing, 0.0, jnp.exp(seen - jnp.where(nothing, 0.0, total))).swapaxes(1, 2)[..., None]
+    return (out.astype(lse.dtype) * share).astype(out.dtype), jnp.where(nothing, jnp.inf, total)
 
 
 def sinks_gradient(lse: Array, delta: Array, aux: Array) -> Array:

@@ -27,7 +27,7 @@ def too_large(query: Array, key: Array) -> str | None:
     """Why the reference is refused for arguments of these shapes; None if it is not."""
     batch, q_len, heads, _ = query.shape
     scores = batch * heads * q_len * key.shape[1]
-    if scores <= MAX_SCORES:
+    if not isinstance(scores, int) or scores <= MAX_SCORES:  # Symbolic: only the running program knows.
         return None
     return f"the reference would hold {scores:,} scores at once, and at most {MAX_SCORES:,} are allowed."
 

@@ -68,8 +68,9 @@ def _is_full(inv: Invocation[Any, Any]) -> bool:
 def _xla_blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
     """Tiles for all heads at once: none so large that a handful of them would not fit a cache, few small ones."""
     (batch, q_len, heads, _), kv_len = inv.args[0].shape, inv.args[1].shape[1]
-    sizes = (128, 256, 512, 1024) if batch * heads <= 32 else (64, 128, 256, 512)
+    many = xla.known(batch * heads)
+    sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
     all_blocks = [(xla.fitted(rows, q_len), xla.fitted(cols, kv_len)) for rows in sizes for cols in sizes]
-    guess = xla.default_blocks(batch * heads, q_len, kv_len)
-    small = [b for b in all_blocks if batch * heads * b[0] * b[1] <= 4 * xla.TILE_SCORES]
+    guess = xla.default_blocks(many, q_len, kv_len)
+    small = [b for b in all_blocks if many * b[0] * b[1] <= 4 * xla.TILE_SCORES]
     return list(dict.fromkeys([guess, *small]))

@@ -29,9 +29,15 @@ TILE_SCORES = 1 << 20
 def default_blocks(heads: int, q_len: int, kv_len: int) -> tuple[int, int]:
     """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together."""
     rows, cols = 512, 256
+    heads = known(heads)
     while heads * rows * cols > TILE_SCORES and rows > 64:
         rows, cols = (rows // 2, cols) if rows > cols else (rows, cols // 2)
     return fitted(rows, q_len), fitted(cols, kv_len)
+
+
+def known(size: Any) -> int:
+    """A product of dimensions as a number; a symbolic one, of an exported program, counts as large."""
+    return size if isinstance(size, int) else TILE_SCORES
 
 
 def fitted(block: int, length: int) -> int:
@@ -52,7 +58,7 @@ def forward(
     )
     batch, q_len, heads, _ = query.shape
     out = out.reshape(batch, heads, *out.shape[3:])[:, :, :q_len].swapaxes(1, 2)
-    return out.astype(query.dtype), lse.reshape(batch, heads, -1)[:, :, :q_len]
+    return out.astype(query.dtype), lse.reshape(batch, heads, *lse.shape[3:])[:, :, :q_len]
 
 
 def _forward_rows(tiles: _Tiles, i: Array) -> tuple[Array, Array]:
@@ -100,8 +106,8 @@ def backward(
     carry = tiles.zeros(tiles.q.shape), None if tiles.bias is None else tiles.zeros(tiles.bias.shape)
     step = partial(_backward_columns, tiles, saved)
     (dq, dbias), columns = lax.scan(step, carry, jnp.arange(tiles.kv_blocks, dtype=jnp.int32))
-    batch, q_len, heads, head_dim = query.shape
-    dq = dq.reshape(batch, heads, -1, head_dim)[:, :, :q_len].swapaxes(1, 2).astype(query.dtype)
+    batch, q_len, heads, _ = query.shape
+    dq = dq.reshape(batch, heads, *dq.shape[3:])[:, :, :q_len].swapaxes(1, 2).astype(query.dtype)
     dk, dv = (_joined(x, 2)[:, :, : key.shape[1]].swapaxes(1, 2) for x in columns)
     if dbias is not None:
         bias = extras.bias
@@ -139,7 +145,7 @@ def _backward_columns(tiles: _Tiles, saved: tuple[Array, Array, Array], carry: A
 def _joined(blocks: Array, axis: int) -> Array:
     """Blocks along the first axis as one axis at `axis`."""
     x = jnp.moveaxis(blocks, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +245,8 @@ class _Tiles:
             return o, m, l
         aux = self.extras.softmax_aux.astype(self.dtype).reshape(*shape[1:3], 1, -1)
         top = aux.max(axis=-1)
-        return o, jnp.maximum(m, top), l + jnp.exp(aux - top[..., None]).sum(axis=-1)
+        finite = jnp.where(jnp.isneginf(top), 0.0, top)  # A sink of -inf is none.
+        return o, jnp.maximum(m, top), l + jnp.exp(aux - finite[..., None]).sum(axis=-1)
 
     # --- Scores of one tile ---
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Generic
 
 import jax
+from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.types import Cfg, Out
@@ -224,6 +225,30 @@ class Invocation(Generic[Cfg, Out]):
     def is_abstract(self) -> bool:
         """Whether there are only shapes and dtypes, no data to measure with."""
         return any(map(arguments.has_no_data, jax.tree.leaves((self.args, dict(self.kwargs)))))
+
+
+def has_own_gradient(kernel: Kernel[Any, Any]) -> bool:
+    """Whether a kernel has a gradient of its own on any platform."""
+    return any(name == "custom_vjp" or name.startswith("fwd_with_residuals") for name in dir(kernel))
+
+
+def runs_as_operation(kernel: Kernel[Any, Any]) -> bool:
+    """Whether a call is jitted and one operation of JAX's, or left in its caller's trace as it is.
+
+    The latter for a kernel that wants to see values, and for one with a gradient of its own that holds traced values:
+    they would be gone when its backward is traced.
+    """
+    if not kernel.jit or kernel.state() is not None or not has_own_gradient(kernel):
+        return kernel.jit
+    return not any(_holds_tracers(value) for name, value in vars(kernel).items() if name != PROGRAMS)
+
+
+def _holds_tracers(value: Any) -> bool:
+    try:
+        leaves = jax.tree.leaves(value)
+    except ValueError:  # A dict whose keys have no order is no pytree.
+        return False
+    return any(isinstance(x, Tracer) for x in leaves)
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:

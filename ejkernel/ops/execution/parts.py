@@ -20,7 +20,12 @@ from ejkernel.ops.core import autodiff, call, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel, native, stacked
 from ejkernel.ops.core.call import Flat
-from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.core.kernel import (
+    Invocation,
+    KernelDefinitionError,
+    has_own_gradient,
+    runs_as_operation,
+)
 from ejkernel.ops.execution.pipeline import Args, Attempt, Fixed, Kwargs, Pipeline, any_tracer, residual_pair
 from ejkernel.ops.utils import arguments
 
@@ -111,11 +116,6 @@ class _Flattened:
         return self.structure.unflatten(leaves)
 
 
-def _has_own_gradient(kernel: Kernel[Any, Any]) -> bool:
-    """Whether a kernel has a gradient of its own on any platform."""
-    return any(name == "custom_vjp" or name.startswith("fwd_with_residuals") for name in dir(kernel))
-
-
 class WholeCall:
     """A call: run, differentiated in the kernel's own way, labelled.
 
@@ -127,7 +127,7 @@ class WholeCall:
         kernel = fixed.kernel
         # Equations stay in JAX's caches, and a kernel that shares its programs with nobody must not stay with them;
         # unless it is wanted for their gradient.
-        weak = kernel.state() is None and not _has_own_gradient(kernel)
+        weak = kernel.state() is None and not has_own_gradient(kernel)
         self._kernel = weakref.ref(kernel) if weak else lambda: kernel
         self._cfgs = fixed[1:]
         self._inv = replace(inv, kernel=None)
@@ -160,9 +160,8 @@ class WholeCall:
         return self._flat.restore(self._bound(part, arrays, attempt))
 
     def _bound(self, part: Part, operands: Sequence[Any], attempt: Attempt) -> Sequence[Any]:
-        if self.fixed.kernel.jit:
+        if runs_as_operation(self.fixed.kernel):
             return part.bind(operands, attempt)
-        # It wants to see values, which no operation of JAX's has.
         if attempt.error is not None:
             raise attempt.error
         return part.make(attempt)(*operands)

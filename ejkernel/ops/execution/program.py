@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ejkernel import _compat
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, runs_as_operation
 from ejkernel.ops.utils import arguments
 
 Args = tuple[Any, ...]
@@ -32,8 +32,8 @@ class StaticFound(Exception):
     """While tracing: an argument is a Python scalar, which is static here and an array to `jax.jit`."""
 
 
-REFUSED = (StaticFound, TypeError)
-"""What comes of arguments that are not arrays: the former from us, the latter from `jax.jit`."""
+REFUSED = (StaticFound, TypeError, OverflowError)
+"""What comes of arguments that are not arrays: the first from us, the others from `jax.jit`; integers may be large."""
 
 
 class Program:
@@ -50,7 +50,7 @@ class Program:
         self, kernel: Kernel[Any, Any], trace: Trace, *, cfg: Any = None, before: Callable[..., None] | None = None
     ) -> None:
         # Not the kernel itself: whether a program keeps it alive is for `trace` to say.
-        self._name, self._jit = kernel.op_id, kernel.jit
+        self._name, self._jit = kernel.op_id, runs_as_operation(kernel)
         self.cfg = cfg
         self._trace = trace
         self._before = before

@@ -603,6 +603,38 @@ class Weighted(Kernel[Factor, jax.Array]):
         return Factor()
 
 
+class HoldsWeight(Kernel[Factor, jax.Array]):
+    def __init__(self, w):
+        super().__init__("tests.holds_weight")
+        self.held = {"w": w}
+
+    def run(self, x, *, cfg):
+        return x * self.held["w"]
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (3 * cotangents[0] * self.held["w"],)
+
+
+class HoldsWeightForResiduals(HoldsWeight):
+    def fwd_with_residuals(self, x, *, cfg):
+        return self.run(x, cfg=cfg), None
+
+    def vjp(self, residuals, out, dout, x, *, cfg):
+        return (3 * dout * self.held["w"],)
+
+
+@pytest.mark.parametrize("kernel", [HoldsWeight, HoldsWeightForResiduals])
+def test_gradient_of_its_own_and_traced_values_that_it_closes_over(kernel):
+    executor, x, w = Executor(), jnp.ones((2, 3)), 2 * jnp.ones((2, 3))
+    loss = lambda x, w: executor(kernel(w), x).sum()
+    for grad in (jax.jit(jax.grad(loss)), jax.vmap(jax.grad(loss)), jax.jit(jax.vmap(jax.grad(loss)))):
+        np.testing.assert_allclose(grad(x, w), 3 * w)
+    np.testing.assert_allclose(jax.jit(loss)(x, w), (x * w).sum())
+
+
 def test_kernel_that_closes_over_traced_values_is_batched_by_its_equations():
     executor, x, w = Executor(), jnp.arange(12.0).reshape(4, 3), jnp.arange(1.0, 4.0)
     layer = jax.jit(lambda x, w: executor(Weighted(w), x))

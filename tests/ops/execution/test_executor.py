@@ -122,6 +122,19 @@ def test_arrays_and_static_scalars_take_turns():
         np.testing.assert_array_equal(executor(kernel, X, scale), X * scale)
 
 
+@pytest.mark.parametrize("place", [lambda n: n, lambda n: (n,), lambda n: {"n": [n]}], ids=["itself", "tuple", "tree"])
+@pytest.mark.parametrize("n", [2**31, -(2**63), 2**70], ids=str)
+def test_static_integers_may_be_larger_than_any_array_holds(n, place):
+    class Counts(Plain):
+        def run(self, x, held, *, cfg):
+            (n,) = jax.tree.leaves(held)
+            return x + n % 7
+
+    executor, kernel = new_executor(), Counts()
+    np.testing.assert_array_equal(executor(kernel, X, place(n)), X + n % 7)
+    np.testing.assert_array_equal(executor.compile(kernel, X, place(n))(X, place(n)), X + n % 7)
+
+
 def test_weakly_typed_tracers_are_arrays():
     executor, kernel = new_executor(), Scaled()
     got = jax.lax.fori_loop(0, 3, lambda i, x: executor(kernel, x, i + 1.0), X)
