@@ -456,8 +456,13 @@ def flash_attention(
         raise AttentionArgumentError("in_specs and out_specs need mesh.")
     if (spec := _explicit_spec(args)) is not None:
         arrays, statics = arguments.split((args, kwargs))
-        call = lambda *arrays: _call(*arguments.merge(arrays, statics), cfg)
-        return jax.sharding.auto_axes(call, out_sharding=spec)(*arrays)
+
+        def call(*arrays: Any) -> Array:
+            args, kwargs = arguments.merge(arrays, statics)
+            return _call(args, kwargs, cfg)
+
+        automatic: Any = jax.sharding.auto_axes(call, out_sharding=spec)
+        return automatic(*arrays)
     return _call(args, kwargs, cfg)
 
 
