@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 from ejkernel.cli import main
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
 from ejkernel.ops import Invocation, PersistentCache, specs
+from ejkernel.ops.execution import fleet
 from ejkernel.ops.execution.bench import Bench
 from tests import offline_program
 
@@ -52,6 +54,19 @@ def test_calls_are_spread_over_an_executor(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert "Rows(rows=" in out
     assert len(PersistentCache(tmp_path)) == 1
+
+
+def test_interrupted_tuning_on_a_worker_leaves_a_finished_one_alone(capsys, tmp_path, monkeypatch):
+    call = (
+        "tune", "tests.offline_program:Mixer", "--args", "f32[1,4,8]", "--store", tmp_path,
+        "--isolation", "thread", "--executor", "tests.ops.execution.test_fleet:make_executor",
+    )  # fmt: skip
+    assert ejkernel(capsys, *call)[0] == 0
+    (finished,) = PersistentCache(tmp_path).entries()
+    stopped = dataclasses.replace(finished, complete=False, statistics={})
+    monkeypatch.setattr(fleet, "tune_specs", lambda calls, *_: iter([fleet.Finished(spec, stopped) for spec in calls]))
+    assert ejkernel(capsys, *call)[0] == 0
+    assert [entry.complete for entry in PersistentCache(tmp_path).entries()] == [True]
 
 
 def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):

@@ -313,6 +313,18 @@ def test_explicit_configs_end_with_one_of_them_for_all_and_nothing_stored(tmp_pa
     assert (a["stored"], a["chosen"]) == (0, [1])
 
 
+def test_explicit_configs_follow_the_default_executors_policy(tmp_path):
+    script = """
+    set_default_executor(Executor(ConfigSelectorChain(policy=AutotunePolicy(agree=False))))
+    x = jnp.ones((3, 4))
+    if index == 0:  # Alone: nobody else is asked.
+        assert autotune(Plain(), x, x, configs=[Scale(5)], tuner=Prefers(5)) == Scale(5)
+    tell(chosen=choices(Executor(ConfigSelectorChain(policy=AutotunePolicy(agree_s=30))), Plain(), [3]))
+    """
+    a, b = processes.told(processes.start(script, 2, tmp_path))
+    assert a == b
+
+
 def test_explicit_tuning_that_fails_for_the_decider_fails_at_once_for_all_and_else_only_there(tmp_path):
     script = """
     class Fails:

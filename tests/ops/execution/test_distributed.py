@@ -59,6 +59,14 @@ def test_eager_call_on_an_array_of_all_processes_is_tuned_on_data_of_one(tmp_pat
     for shard in out.addressable_shards:
         np.testing.assert_allclose(shard.data, np.sin(host[shard.index]) * host[shard.index], rtol=1e-5)
     tuned = autotune(Plain(), x, x, selector=ConfigSelectorChain())
+    worker = Autotuner(isolation="process", max_candidates=1)
+    assert autotune(Plain(), x, x, selector=ConfigSelectorChain(), tuner=worker) == tuned
+    class Integers(Plain):
+        record_integers = True
+    whole = jax.make_array_from_callback(host.shape, sharding, lambda i: host[i].astype(int))
+    record_invocation(Integers(), Invocation(kernel=Integers(), args=(whole, whole)))
+    (recorded,) = get_invocations()["tests.integers"].values()
+    assert recorded[1][0].shape == (16,)
     tell(shape=out.shape, tuned=tuned.factor, tier=executor.explain(Plain(), x, x).tier)
     """
     a, b = processes.told(processes.start(script, 2, tmp_path))
