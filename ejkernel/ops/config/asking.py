@@ -42,10 +42,14 @@ def _depth(cls: type, method: Callable[..., Any]) -> int:
 
 def accepts(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
     """Whether a config that was tuned for another shape may serve `inv`: a candidate here, on a platform that can."""
+    return refusal(inv, kernel, cfg) is None and _in_space(candidates(inv, kernel), cfg)
+
+
+def refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str | None:
+    """Why no call would run with a config, because it names a platform that cannot serve; None if one would."""
     platform = dispatch.forced_platform(kernel, cfg)
-    if platform is not None and dispatch.refusal(kernel, replace(inv, platform=platform), platform) is not None:
-        return False
-    return _in_space(candidates(inv, kernel), cfg)
+    reason = None if platform is None else dispatch.refusal(kernel, replace(inv, platform=platform), platform)
+    return None if reason is None else f"{platform}: {reason}"
 
 
 def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:

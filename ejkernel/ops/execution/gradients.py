@@ -92,13 +92,16 @@ def prover(
 
 
 def _first_known(owner: str, sources: Sequence[Callable[[], Any]]) -> Any:
-    """The first answer that there is."""
+    """The first answer that there is; a warning if all that were asked failed."""
+    errors = []
     for source in sources:
         try:
             if (answer := source()) is not None:
                 return jax.block_until_ready(answer)
         except Exception as error:  # noqa: BLE001 - the next one may know.
-            logger.debug("%s: no gradient to compare with: %s: %s", owner, type(error).__name__, error)
+            errors.append(f"{type(error).__name__}: {error}")
+    if errors:
+        logger.warning("%s: gradients of configs are compared with nothing: %s", owner, "; ".join(errors))
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import candidates, forward_of, heuristic, run_with
-from ejkernel.ops.core import dispatch
+from ejkernel.ops.config.asking import candidates, forward_of, heuristic, refusal, run_with
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.core.meshed import on_mesh
@@ -79,7 +78,7 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
     args, kwargs = concrete_inputs(inv, kernel)
     if not as_given:
         args, kwargs = telling((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
-    refusal = partial(_refusal, inv, kernel)  # Asked of the kernel itself, not of what it is on a mesh.
+    refused = partial(refusal, inv, kernel)  # Asked of the kernel itself, not of what it is on a mesh.
     if inv.axes:
         kernel, place = on_mesh(kernel, inv.axes)
         put = lambda x: place(x) if arguments.is_array(x) else x
@@ -92,7 +91,7 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
 
     def runner(cfg: Any) -> Callable[..., Any]:
         def run(*a: Any, **k: Any) -> Any:
-            if (reason := refusal(cfg)) is not None:
+            if (reason := refused(cfg)) is not None:
                 raise NotImplementedError(reason)
             return run_with(kernel, inv, cfg, a, k)
 
@@ -105,16 +104,9 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
         kwargs,
         _reference(kernel, args, kwargs),
         mismatch,
-        gradients.prover(inv, kernel, args, kwargs, mismatch, refusal),
+        gradients.prover(inv, kernel, args, kwargs, mismatch, refused),
         getattr(kernel, "reference", None),
     )
-
-
-def _refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str | None:
-    """Why no call would run with a config: it names a platform that cannot serve."""
-    platform = dispatch.forced_platform(kernel, cfg)
-    reason = None if platform is None else dispatch.refusal(kernel, replace(inv, platform=platform), platform)
-    return None if reason is None else f"{platform}: {reason}"
 
 
 def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:
