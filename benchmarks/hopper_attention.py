@@ -18,6 +18,7 @@ import pathlib
 import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,9 @@ def our_gradients(row: Row, cfg, bwd_cfg, q, k, v, dout):
     out, lse = mosaic.flash_attention_forward(q, k, v, upper=row.upper, cfg=cfg)
     return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, upper=row.upper, cfg=bwd_cfg)
 
+
+RUNNING = threading.Lock()
+"""Compiling may happen in any thread, running in one at a time: cuDNN's first run wants no other to wait meanwhile."""
 
 # Tuning the float32 products of a reference that runs once would take longer than all the rest.
 UNTUNED = {"xla_gpu_autotune_level": 0}
@@ -180,22 +184,30 @@ class Prepared:
 
 
 def prepare(pool, row: Row, gradients: bool, sweep: bool, seed: int) -> Prepared:
-    args = inputs(row, seed)
+    with RUNNING:
+        args = jax.block_until_ready(inputs(row, seed))
     group, last = row.heads // row.kv_heads, row.batch - 1
     q, k, v, dout = args
-    wants = reference(q[last, :, :group], k[last, :, :1], v[last, :, :1], dout[last, :, :group], causal=row.causal)
+    shared = q[last, :, :group], k[last, :, :1], v[last, :, :1], dout[last, :, :group]
+    program = reference.lower(*shared, causal=row.causal).compile()
+    with RUNNING:
+        wants = jax.block_until_ready(program(*shared))
     args = args if gradients else args[:3]
     candidates = (gradient_candidates if gradients else forward_candidates)(row, sweep)
 
     def build(name: str):
-        call = jax.jit(candidates[name]).lower(*args).compile()
+        return jax.jit(candidates[name]).lower(*args).compile()
+
+    def errors_of(call) -> str:
         got = [x[last, :, :n] for x, n in zip(call(*args), (group, group, 1, 1), strict=False)]
-        return call, " ".join(f"{relative_error(a, b):.2e}" for a, b in zip(got, wants, strict=False))
+        return " ".join(f"{relative_error(a, b):.2e}" for a, b in zip(got, wants, strict=False))
 
     calls, errors = {}, {}
     for name, job in {name: pool.submit(build, name) for name in candidates}.items():
         try:
-            calls[name], errors[name] = job.result()
+            call = job.result()
+            with RUNNING:
+                calls[name], errors[name] = call, errors_of(call)
         except Exception as error:  # noqa: BLE001 - a candidate that fails is a result
             print(f"{row}: {name} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
     return Prepared(row, "forward + backward" if gradients else "forward", 3.5 if gradients else 1, args, calls, errors)

@@ -17,6 +17,7 @@ from ejkernel.ops.config.context import same_cfg
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.execution.truth import once
 from ejkernel.ops.utils import arguments
 
 logger = logging.getLogger("ejkernel.tuning")
@@ -187,17 +188,21 @@ def _true_pair(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[An
     reference = getattr(kernel, "reference", None)
     if reference is None:
         return None
-    leaves, treedef = jax.tree.flatten(args)
-    places = {place: i for i, place in enumerate(_places(args)) if _has_gradient(leaves[i])}
 
-    def run(chosen: Gradients) -> Any:
-        merged = list(leaves)
-        for place, x in chosen.items():
-            merged[places[place]] = x
-        return reference(*treedef.unflatten(merged), **kwargs)
+    def pair(args: Args, kwargs: Kwargs) -> tuple[Any, Gradients]:
+        leaves, treedef = jax.tree.flatten(args)
+        places = {place: i for i, place in enumerate(_places(args)) if _has_gradient(leaves[i])}
 
-    out, pull = jax.vjp(run, {place: leaves[i] for place, i in places.items()})
-    return out, pull(_cotangent(out))[0]
+        def run(chosen: Gradients) -> Any:
+            merged = list(leaves)
+            for place, x in chosen.items():
+                merged[places[place]] = x
+            return reference(*treedef.unflatten(merged), **kwargs)
+
+        out, pull = jax.vjp(run, {place: leaves[i] for place, i in places.items()})
+        return out, pull(_cotangent(out))[0]
+
+    return once(pair, args, kwargs)
 
 
 def _places(args: Args) -> list[str]:

@@ -19,6 +19,7 @@ from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.core.meshed import on_mesh
 from ejkernel.ops.execution import gradients, proving
+from ejkernel.ops.execution.truth import once
 from ejkernel.ops.utils import arguments
 
 _MAX_NOISY = 1 << 24
@@ -117,7 +118,7 @@ def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:
 
 def _reference(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
     reference = getattr(kernel, "reference", None)
-    return None if reference is None else lambda: reference(*args, **kwargs)
+    return None if reference is None else lambda: once(lambda a, k: reference(*a, **k), args, kwargs)
 
 
 # --- Data ---
