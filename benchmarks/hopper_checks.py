@@ -169,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated indices of the cases")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--threads", type=int, default=14, help="that compile")
     parser.add_argument("--interpret", action="store_true")
     options = parser.parse_args()
     interpret = None
@@ -178,7 +179,7 @@ def main() -> None:
     picked = [int(i) for i in options.only.split(",")] if options.only else range(len(CASES))
     seed, lines, failed = time.time_ns() % 2**31, [], 0
     # Most of the time goes into compiling; the interpreter keeps its state in one place.
-    with concurrent.futures.ThreadPoolExecutor(1 if interpret else 14) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1 if interpret else options.threads) as pool:
         jobs = {i: pool.submit(build, CASES[i], seed + i, interpret) for i in picked}
         concurrent.futures.wait(jobs.values())
         for i, job in jobs.items():

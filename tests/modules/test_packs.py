@@ -7,11 +7,13 @@ import jax
 import pytest
 
 import ejkernel
-from benchmarks.flash_attention import CPU_ROWS
+from benchmarks.flash_attention import CPU_ROWS, GPU_ROWS
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.config import packs
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.execution.pipeline import backward_invocation
 
 PACKS = sorted((Path(ejkernel.__file__).parent / "packs").glob("*.json"))
 
@@ -20,8 +22,8 @@ def installed():
     return any(dist.metadata["Name"] == "ejkernel" for dist in importlib.metadata.distributions())
 
 
-def test_there_is_a_pack_for_a_cpu():
-    assert any(path.name.startswith("cpu-") for path in PACKS)
+def test_there_are_packs_for_a_cpu_and_an_h200():
+    assert [path.name.split("-")[:2] for path in PACKS] == [["cpu", "x86_64"], ["gpu", "nvidia_h200"]]
 
 
 @pytest.mark.parametrize("path", PACKS, ids=lambda path: path.name)
@@ -39,20 +41,21 @@ def test_a_pack_is_whole_and_its_configs_are_measured(path):
         assert entry.statistics["measurement"]["median_ms"] > 0
 
 
-@pytest.mark.parametrize("path", [p for p in PACKS if p.name.startswith("cpu-")], ids=lambda path: path.name)
-def test_todays_calls_find_what_is_in_the_pack(path):
-    stored = {entry.place.call_key for entry in packs.read(path).entries if entry.place.op_id == "flash_attention"}
+def keys_of(row):
+    """The keys of a row's forward and backward, as a call of today has them."""
     kernel = FlashAttention()
-    rows = {}
-    for row in CPU_ROWS:
-        q, kv = (
-            jax.ShapeDtypeStruct((row.batch, row.length, n, row.dim), row.dtype) for n in (row.heads, row.kv_heads)
-        )
-        args, kwargs = kernel.prepare(q, kv, kv, **({"causal": True} if row.causal else {}))
-        rows[Invocation(kernel=kernel, args=args, kwargs=kwargs).call_key] = row
-    # Only what was measured to the end is shipped, which may not be every row.
-    assert stored <= rows.keys(), "tune the rows again"
-    assert CPU_ROWS[0] in [rows[key] for key in stored]
+    q, kv = (jax.ShapeDtypeStruct((row.batch, row.length, n, row.dim), row.dtype) for n in (row.heads, row.kv_heads))
+    args, kwargs = kernel.prepare(q, kv, kv, **({"causal": True} if row.causal else {}))
+    forward = Invocation(kernel=kernel, args=args, kwargs=kwargs)
+    backward = backward_invocation(BackwardKernel(kernel), forward)
+    return {("flash_attention", forward.call_key), ("flash_attention.vjp", backward.call_key)}
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("cpu-", CPU_ROWS), ("gpu-", GPU_ROWS)], ids=["cpu", "gpu"])
+def test_todays_calls_find_what_is_in_the_pack(kind, rows):
+    for path in (p for p in PACKS if p.name.startswith(kind)):
+        stored = {(entry.place.op_id, entry.place.call_key) for entry in packs.read(path).entries}
+        assert stored == set().union(*map(keys_of, rows)), "tune the rows again"
 
 
 @pytest.mark.skipif(
