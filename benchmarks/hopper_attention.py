@@ -18,7 +18,6 @@ import pathlib
 import random
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -95,9 +94,6 @@ def our_gradients(row: Row, cfg, bwd_cfg, q, k, v, dout):
     return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, upper=row.upper, cfg=bwd_cfg)
 
 
-RUNNING = threading.Lock()
-"""Compiling may happen in any thread, running in one at a time: cuDNN's first run wants no other to wait meanwhile."""
-
 # Tuning the float32 products of a reference that runs once would take longer than all the rest.
 UNTUNED = {"xla_gpu_autotune_level": 0}
 
@@ -172,58 +168,80 @@ def describe(cfg) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A row's compiled and checked candidates, ready to be timed."""
+class Table:
+    """A row's candidates as they are compiled, in threads; they run later and one by one.
+
+    cuDNN's first run fails, or takes the process along, when another thread uses the device at that moment.
+    """
 
     row: Row
-    title: str
-    factor: float
-    args: tuple[jax.Array, ...]
-    calls: dict[str, Any]
-    errors: dict[str, str]
+    gradients: bool
+    jobs: dict[str, concurrent.futures.Future]
+    reference: concurrent.futures.Future
+
+    @property
+    def title(self) -> str:
+        return "forward + backward" if self.gradients else "forward"
+
+    @property
+    def flops(self) -> float:
+        return self.row.flops * (3.5 if self.gradients else 1)
 
 
-def prepare(pool, row: Row, gradients: bool, sweep: bool, seed: int) -> Prepared:
-    with RUNNING:
-        args = jax.block_until_ready(inputs(row, seed))
-    group, last = row.heads // row.kv_heads, row.batch - 1
-    q, k, v, dout = args
-    shared = q[last, :, :group], k[last, :, :1], v[last, :, :1], dout[last, :, :group]
-    program = reference.lower(*shared, causal=row.causal).compile()
-    with RUNNING:
-        wants = jax.block_until_ready(program(*shared))
-    args = args if gradients else args[:3]
+def build(pool, row: Row, gradients: bool, sweep: bool) -> Table:
+    shapes = jax.eval_shape(functools.partial(inputs, row), 0)
     candidates = (gradient_candidates if gradients else forward_candidates)(row, sweep)
 
-    def build(name: str):
-        return jax.jit(candidates[name]).lower(*args).compile()
+    def compiled(fn, args, **statics):
+        return fn.lower(*args, **statics).compile()
 
-    def errors_of(call) -> str:
-        got = [x[last, :, :n] for x, n in zip(call(*args), (group, group, 1, 1), strict=False)]
-        return " ".join(f"{relative_error(a, b):.2e}" for a, b in zip(got, wants, strict=False))
+    args = shapes if gradients else shapes[:3]
+    return Table(
+        row,
+        gradients,
+        {name: pool.submit(compiled, jax.jit(fn), args) for name, fn in candidates.items()},
+        pool.submit(compiled, reference, jax.eval_shape(functools.partial(shared, row), *shapes), causal=row.causal),
+    )
 
+
+def shared(row: Row, q, k, v, *of_queries):
+    """Of the last batch, what belongs to the first key head."""
+    group, last = row.heads // row.kv_heads, row.batch - 1
+    queries = [x[last, :, :group] for x in (q, *of_queries)]
+    return queries[0], k[last, :, :1], v[last, :, :1], *queries[1:]
+
+
+def check(table: Table, args) -> tuple[dict[str, Any], dict[str, str]]:
+    """Runs every candidate once: those that ran, and their errors."""
+    q, k, v, dout = args
+    want_out, *want_grads = table.reference.result()(*shared(table.row, q, k, v, dout))
     calls, errors = {}, {}
-    for name, job in {name: pool.submit(build, name) for name in candidates}.items():
+    for name, job in table.jobs.items():
         try:
             call = job.result()
-            with RUNNING:
-                calls[name], errors[name] = call, errors_of(call)
+            out, *grads = call(*(args if table.gradients else args[:3]))
+            pairs = [(shared(table.row, out, k, v)[0], want_out)]
+            if grads:
+                pairs += zip(shared(table.row, *grads), want_grads, strict=True)
+            calls[name], errors[name] = call, " ".join(f"{relative_error(a, b):.2e}" for a, b in pairs)
         except Exception as error:  # noqa: BLE001 - a candidate that fails is a result
-            print(f"{row}: {name} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    return Prepared(row, "forward + backward" if gradients else "forward", 3.5 if gradients else 1, args, calls, errors)
+            print(f"{table.row}: {name} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return calls, errors
 
 
-def report(prepared: Prepared, rounds: int) -> list[str]:
-    samples = race(prepared.calls, prepared.args, rounds)
+def report(table: Table, seed: int, rounds: int) -> list[str]:
+    args = inputs(table.row, seed)
+    calls, errors = check(table, args)
+    samples = race(calls, args if table.gradients else args[:3], rounds)
     base = statistics.median(samples["cuDNN"])
     lines = []
     for name, times in samples.items():
         ms = statistics.median(times)
         spread = 100 * (np.quantile(times, 0.75) - np.quantile(times, 0.25)) / ms
-        rate = prepared.factor * prepared.row.flops / ms / 1e9
+        rate = table.flops / ms / 1e9
         lines.append(
-            f"| {prepared.row} | {prepared.title} | {name} | {rate:.0f} | {base / ms:.3f} | {ms:.4f} | {spread:.1f} % "
-            f"| {prepared.errors[name]} |"
+            f"| {table.row} | {table.title} | {name} | {rate:.0f} | {base / ms:.3f} | {ms:.4f} | {spread:.1f} % "
+            f"| {errors[name]} |"
         )
         print(lines[-1], flush=True)
     return lines
@@ -245,16 +263,11 @@ def main() -> None:
         "| batch, length, heads (kv), dim, mask | pass | what | TFLOP/s | of cuDNN | ms | quartiles | out dq dk dv |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    with concurrent.futures.ThreadPoolExecutor(12) as pool, concurrent.futures.ThreadPoolExecutor(7) as rows:
-        jobs = [
-            rows.submit(prepare, pool, ROWS[i], gradients, options.sweep, seed + i)
-            for gradients in (False, True)
-            for i in picked
-        ]
-        ready = [job.result() for job in jobs]
-    print(f"{len(ready)} tables prepared", flush=True)
-    for prepared in ready:
-        lines += report(prepared, options.rounds)
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        tables = [(i, build(pool, ROWS[i], gradients, options.sweep)) for gradients in (False, True) for i in picked]
+    print(f"{len(tables)} tables compiled", flush=True)
+    for i, table in tables:
+        lines += report(table, seed + i, options.rounds)
         if options.out:
             options.out.write_text("\n".join(lines) + "\n")
 

@@ -196,6 +196,7 @@ def main() -> None:
     print("\n".join(lines[len(picked) :]))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def installed():
 
 
 def test_there_are_packs_for_a_cpu_and_an_h200():
-    assert [path.name.split("-")[:2] for path in PACKS] == [["cpu", "x86_64"], ["gpu", "nvidia_h200"]]
+    assert {"cpu-x86_64", "gpu-nvidia_h200"} <= {"-".join(path.name.split("-")[:2]) for path in PACKS}
 
 
 @pytest.mark.parametrize("path", PACKS, ids=lambda path: path.name)

@@ -28,8 +28,8 @@ Outcome = Literal["failed", "wrong"]
 
 _CALLBACK = re.compile(r"custom_call @\w*callback")
 
-_running = threading.Lock()
-"""Two tunings of one process run candidates in turns, round by round: side by side they would time each other."""
+_measuring = threading.Lock()
+"""Two tunings of one process take turns, round by round: side by side they would time each other."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +130,16 @@ class Bench:
             assert self.problem.truth is not None
             self._truth = jax.block_until_ready(self.problem.truth())
         else:
-            with _running:
-                self._truth = jax.block_until_ready(self._compiled[number](self._arrays))
+            self._truth = jax.block_until_ready(self._compiled[number](self._arrays))
 
     def prove(self, number: int) -> Rejected | None:
         """Runs a candidate, compares its output with the truth, and warms it up."""
         compiled = self._compiled[number]
         try:
-            with _running:
-                out = jax.block_until_ready(compiled(self._arrays))
-                for _ in range(self._num_warmup - 1):
-                    jax.block_until_ready(compiled(self._arrays))
+            out = jax.block_until_ready(compiled(self._arrays))
             reason = self.problem.mismatch(out, self._truth)
+            for _ in range(self._num_warmup - 1):
+                jax.block_until_ready(compiled(self._arrays))
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             return _failed(error)
         if reason is not None:
@@ -167,7 +165,7 @@ class Bench:
           TimerError: The clock broke, not a candidate.
         """
         try:
-            with _running:
+            with _measuring:
                 return dict(zip(order, self.timer.measure([self._calls[number] for number in order]), strict=True))
         except timers.TimerError:
             raise

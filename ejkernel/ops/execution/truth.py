@@ -12,16 +12,34 @@ from ejkernel.ops.utils import arguments
 
 logger = logging.getLogger("ejkernel.tuning")
 
-_IN_A_HURRY = {"xla_gpu_autotune_level": 0}
-"""On a GPU XLA else tries many ways to run each product of the program: longer than it takes to race all candidates."""
+MAX_EQUATIONS = 1000
+"""A Python loop in a reference is written out in a program, and compiling it takes longer than running its steps."""
+
+_IN_A_HURRY = {
+    # Else XLA tries many ways to run each product of the program, which takes longer than to race all candidates.
+    "xla_gpu_autotune_level": 0,
+    # Round where the reference does: operation by operation it would.
+    "xla_allow_excess_precision": False,
+}
 
 
 def once(fn: Callable[..., Any], *tree: Any) -> Any:
-    """`fn(*tree)` as one program, compiled for a single run; operation by operation if that cannot be done."""
+    """`fn(*tree)`: operation by operation, on a GPU as one program that is compiled for a single run, if it can be."""
+    if jax.default_backend() == "gpu":
+        try:
+            return _as_one_program(fn, tree)
+        except Exception as error:  # noqa: BLE001 - a reference need not be traceable; if it is wrong, it says so itself.
+            logger.debug("The reference runs operation by operation: %s: %s", type(error).__name__, error)
+    return fn(*tree)
+
+
+def _as_one_program(fn: Callable[..., Any], tree: tuple[Any, ...]) -> Any:
     arrays, statics = arguments.split(tree)
-    options = _IN_A_HURRY if jax.default_backend() == "gpu" else None
-    try:
-        return jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics)), compiler_options=options)(arrays)
-    except Exception as error:  # noqa: BLE001 - a reference need not be traceable; if it is wrong, it says so itself.
-        logger.debug("The reference cannot be one program: %s: %s", type(error).__name__, error)
-        return fn(*tree)
+    program = jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics)), compiler_options=_IN_A_HURRY)
+    traced = program.trace(arrays)
+    equations = traced.jaxpr.eqns
+    if len(equations) > MAX_EQUATIONS:
+        raise ValueError(f"it has {len(equations)} operations")
+    if any(device is not None for e in equations for device in e.params.get("devices", ())):
+        raise ValueError("it says on which device to run")
+    return jax.block_until_ready(traced.lower().compile()(arrays))

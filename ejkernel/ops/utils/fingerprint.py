@@ -79,6 +79,15 @@ def get_device_platform(device: Device | None = None) -> str:
     return _PREFERRED[device_kind(device)]
 
 
+_USUAL_SHARE = 0.75
+
+
+def _share() -> float:
+    """The share of a GPU's memory that this process lets JAX take."""
+    named = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return float(named) if named else _USUAL_SHARE
+
+
 @functools.cache
 def _fingerprint_of(device: Device) -> str:
     kind = device_kind(device)
@@ -90,8 +99,9 @@ def _fingerprint_of(device: Device) -> str:
     if cores := getattr(device, "core_count", None):
         parts.append(f"{cores}c")
     if memory := (device.memory_stats() or {}).get("bytes_limit"):
-        # To a power of two: the usable share of a card's memory varies with the allocator's settings.
-        parts.append(f"{2 ** round(np.log2(memory / 2**30))}g")
+        # What JAX takes of a card's memory by default, to a power of two: the settings of a process are not hardware.
+        usual = memory * _USUAL_SHARE / _share() if kind == "gpu" else memory
+        parts.append(f"{2 ** round(np.log2(usual / 2**30))}g")
     return re.sub(r"[^a-z0-9.-]+", "_", "-".join(parts).lower())
 
 

@@ -197,6 +197,28 @@ def test_abstractify_leaves_no_array_and_keeps_the_rest():
     assert got["b"] == [jax.ShapeDtypeStruct((4,), jnp.float32), "text", None, 3]
 
 
+class Card:
+    """An H200 to a process that may take `share` of its memory."""
+
+    platform, device_kind, compute_capability, core_count = "gpu", "NVIDIA H200", "9.0", 132
+
+    def __init__(self, share):
+        self.share = share
+
+    def memory_stats(self):
+        return {"bytes_limit": int(self.share * 139.8 * 2**30)}
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, None])
+def test_a_gpu_is_the_same_whatever_share_of_its_memory_a_process_may_take(share, name, monkeypatch):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    if share is not None:
+        monkeypatch.setenv(name, str(share))
+    assert device_fingerprint(Card(share or 0.75)) == "gpu-nvidia_h200-sm90-132c-128g"
+
+
 def test_sharding_fingerprint_names_meshes_and_specs_and_never_devices():
     devices = np.array(jax.local_devices(backend="cpu")[:4])
     mesh = lambda d: jax.sharding.Mesh(d.reshape(2, 2), ("x", "y"))
