@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import store_key
@@ -18,6 +18,9 @@ SCHEMA = 1
 SOURCE_CHANGED = "kernel source changed"
 """The first reason for an entry to be stale."""
 MAX_BYTES = 1 << 20
+
+Origin = Literal["tuned", "imported", "pack"]
+"""Whose measurement it is: the store's own, one that was copied into it, or a pack's."""
 
 
 class EntryError(EjkernelError, ValueError):
@@ -35,6 +38,7 @@ class StoredEntry:
     statistics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     complete: bool = True
     layer: str = "store"
+    origin: Origin = "tuned"
     stale: str | None = None
     cfg_type: Any = None
     _typed: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
@@ -53,7 +57,8 @@ class StoredEntry:
         """
         if _is_hashable(self.cfg_type) and self.cfg_type in self._typed:
             return self._typed[self.cfg_type]
-        cfg = serialize.decode_cfg(self.cfg_data, self.cfg_type)
+        # What others measured must not choose which of this program's classes are made.
+        cfg = serialize.decode_cfg(self.cfg_data, self.cfg_type, named_only=self.origin != "tuned")
         self._remember(cfg)
         return cfg
 
@@ -117,18 +122,19 @@ def to_data(entry: StoredEntry) -> dict[str, Any]:
 
 def to_bytes(entry: StoredEntry) -> bytes:
     """Text of an entry's file."""
-    return json.dumps(to_data(entry), indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+    data = to_data(entry) | ({"origin": "imported"} if entry.origin != "tuned" else {})
+    return json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
 
 
-def from_bytes(data: bytes, layer: str = "store") -> StoredEntry:
+def from_bytes(data: bytes, layer: str = "store", origin: Origin = "tuned") -> StoredEntry:
     """Entry of a file's text."""
     try:
-        return from_data(jsontext.parse(data, max_bytes=MAX_BYTES), layer)
+        return from_data(jsontext.parse(data, max_bytes=MAX_BYTES), layer, origin)
     except jsontext.JsonTextError as e:
         raise EntryError(str(e)) from e
 
 
-def from_data(data: Any, layer: str = "store") -> StoredEntry:
+def from_data(data: Any, layer: str = "store", origin: Origin = "tuned") -> StoredEntry:
     """Entry that `to_data` wrote, checked part by part."""
     if not isinstance(data, dict) or "schema" not in data:
         raise EntryError("not an entry of the store (no schema).")
@@ -145,6 +151,7 @@ def from_data(data: Any, layer: str = "store") -> StoredEntry:
         statistics=data["statistics"],
         complete=data["complete"],
         layer=layer,
+        origin="imported" if origin == "tuned" and data.get("origin", "tuned") != "tuned" else origin,
     )
 
 
@@ -165,7 +172,7 @@ def _key(data: dict[str, Any]) -> Any:
     if "key" not in data:
         return tuple(place)
     try:
-        key = tagged.decode(data["key"], where="key")
+        key = tagged.decode(data["key"], where="key", how=tagged.Reading(named_only=True))
         if store_key.place_of(key) == place:
             return key
     except EjkernelError as e:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import packs, store_files
-from ejkernel.ops.config.entry import EntryError, StoredEntry
+from ejkernel.ops.config.entry import EntryError, Origin, StoredEntry
 from ejkernel.ops.config.store_files import Stamp, StoreFiles
 from ejkernel.ops.config.store_files import StoreWarning as StoreWarning
 from ejkernel.ops.config.store_key import Place
@@ -54,8 +54,9 @@ class MemoryLayer:
 class DirectoryLayer:
     """Entries in a directory. What was read is remembered until the file is replaced, a broken file too."""
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, origin: Origin = "tuned") -> None:
         self.name = name
+        self.origin: Origin = origin
         self.files = StoreFiles(root)
         self._known: dict[Place, tuple[Stamp, StoredEntry | None]] = {}
         self._told: set[str] = set()
@@ -92,7 +93,7 @@ class DirectoryLayer:
 
     def _read(self, path: Path, place: Place | None = None) -> StoredEntry | None:
         try:
-            return read_entry(path, place, self.name)
+            return read_entry(path, place, self.name, self.origin)
         except FileNotFoundError:  # Deleted since it was seen.
             return None
         except (EntryError, OSError) as e:
@@ -107,9 +108,9 @@ class DirectoryLayer:
         warnings.warn(text, StoreWarning, stacklevel=4)
 
 
-def read_entry(path: Path, place: Place | None = None, layer: str = "store") -> StoredEntry:
+def read_entry(path: Path, place: Place | None = None, layer: str = "store", origin: Origin = "tuned") -> StoredEntry:
     """Entry in the file `path`, which must be where an entry of its key belongs."""
-    entry = entries.from_bytes(store_files.read(path, entries.MAX_BYTES), layer)
+    entry = entries.from_bytes(store_files.read(path, entries.MAX_BYTES), layer, origin)
     if place is not None and entry.place != place:
         raise EntryError(f"holds the entry of another key, {tuple(entry.place)}.")
     if place is None and path.parts[-3:] != store_files.parts(entry.place):
@@ -142,7 +143,8 @@ class PackLayer:
 
     def _read(self) -> dict[Place, StoredEntry]:
         try:
-            return {entry.place: entry for entry in self.load()}
+            # The last one in is the first one in the pack, which counts.
+            return {entry.place: entry for entry in reversed(self.load())}
         except packs.PackError as e:
             warnings.warn(f"pack {e} It is left out.", StoreWarning, stacklevel=5)
             return {}
@@ -173,7 +175,7 @@ def layers_of(source: str | os.PathLike[str]) -> list[Layer]:
         return [PackLayer(text)]
     path = Path(text).expanduser()
     if path.is_dir():
-        return [DirectoryLayer(path, path.name), *(PackLayer(str(p)) for p in sorted(path.glob("*.json")))]
+        return [DirectoryLayer(path, path.name, "pack"), *(PackLayer(str(p)) for p in sorted(path.glob("*.json")))]
     return [PackLayer(str(path))]
 
 

@@ -25,6 +25,11 @@ MAX_BYTES = 256 << 20
 ENTRY_POINTS = "ejkernel.packs"
 VARIABLE = "EJKERNEL_CACHE_PACKS"
 
+# A colon that separates packs also stands behind a URL's scheme, before its port, and in its user or IPv6 address.
+_URL_OR_PATH = re.compile(
+    r"[a-z][a-z0-9+.-]+://(?:[^/@]*@)?(?:\[[^]/]*]|[^/:]*)(?::\d+(?=[/:]|\Z))?(?:[/?#][^:]*)?|[^:]+"
+)
+
 
 class PackError(EjkernelError):
     """A pack cannot be read or written."""
@@ -66,7 +71,7 @@ def read(source: str | os.PathLike[str]) -> Pack:
     good, problems = [], []
     for i, item in enumerate(data["entries"]):
         try:
-            good.append(entries.from_data(item, name))
+            good.append(entries.from_data(item, name, "pack"))
         except EntryError as e:
             problems.append(f"entry {i}: {e}")
     return Pack(name=name, entries=good, problems=problems)
@@ -97,8 +102,7 @@ def write(target: str | os.PathLike[str], items: Iterable[StoredEntry], name: st
 def from_environment() -> list[str]:
     """Packs named by the environment, first one first."""
     text = os.environ.get(VARIABLE, "")
-    # A colon also separates a URL's scheme from the rest.
-    parts = re.split(r":(?!//)", text) if os.pathsep == ":" else text.split(os.pathsep)
+    parts = _URL_OR_PATH.findall(text) if os.pathsep == ":" else text.split(os.pathsep)
     return [part for part in parts if part]
 
 
@@ -134,5 +138,5 @@ def _open_remote(source: str, mode: str) -> Iterator[Any]:
     try:
         with fsspec.open(source, mode) as file:
             yield file
-    except (ImportError, ValueError) as e:  # The scheme is unknown, or its package is missing.
-        raise PackError(f"{source}: {e}") from e
+    except Exception as e:  # Backends of other people raise what they like.
+        raise PackError(f"{source}: {type(e).__name__}: {e}") from e

@@ -143,7 +143,8 @@ class PersistentCache:
     def add(self, entry: StoredEntry) -> None:
         """Stores an entry as it is, in place of the one that is there."""
         place = entry.place
-        entry = dataclasses.replace(entry, layer="store", stale=None)
+        origin = "imported" if entry.origin == "pack" else entry.origin
+        entry = dataclasses.replace(entry, layer="store", origin=origin, stale=None)
         data = entries.to_bytes(entry)
         if len(data) > entries.MAX_BYTES:
             raise EntryError(f"{tuple(place)}: {len(data)} bytes, an entry has at most {entries.MAX_BYTES}.")

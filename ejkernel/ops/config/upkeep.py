@@ -108,7 +108,7 @@ def _verify_entry(entry: StoredEntry, where: str) -> Iterator[Problem]:
         # Not an error: a kernel may build its own keys.
         yield Problem(where=where, level="note", text="its call key is not the hash of its signature.")
     try:
-        serialize.decode_cfg(entry.cfg_data)
+        serialize.decode_cfg(entry.cfg_data, named_only=True)
     except serialize.UnknownClassError:
         pass  # Only the program that has the class can tell.
     except serialize.ConfigMismatchError as e:

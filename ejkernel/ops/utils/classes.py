@@ -10,7 +10,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-# Classes made inside functions have no importable name; this process can read back those that it wrote itself.
+# Modules whose classes say nothing about what a field holds: `object`, `tuple`, `Enum`, `BaseModel`.
+_ANYBODYS = ("builtins", "typing", "collections.abc", "abc", "enum", "pydantic.main")
+
+# What this process wrote itself it may read back: classes made inside functions, which have no importable name, too.
 _written: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
@@ -42,8 +45,7 @@ def name_of(cls: type) -> str:
 def remember(cls: type) -> str:
     """Name of `cls`, which `find` answers from now on even if the class is local to a function."""
     name = name_of(cls)
-    if "<locals>" in name:
-        _written[name] = cls
+    _written[name] = cls
     return name
 
 
@@ -59,7 +61,13 @@ def find(name: str, candidates: tuple[type, ...] = ()) -> type | None:
 
 def within(hint: Any) -> tuple[type, ...]:
     """Record and Enum classes that a type hint mentions: `tuple[A, ...] | B` gives `(A, B)`."""
-    return tuple(dict.fromkeys(_within(hint)))
+    return tuple(dict.fromkeys(cls for cls in _mentioned(hint) if is_record(cls) or is_enum(cls)))
+
+
+def is_named(cls: type, hint: Any) -> bool:
+    """Whether a type hint mentions `cls` or a base of it, or this process has written a `cls` itself."""
+    bases = [base for base in _mentioned(hint) if base.__module__ not in _ANYBODYS]
+    return _written.get(name_of(cls)) is cls or any(base in cls.__mro__ for base in bases)
 
 
 def hints(cls: type) -> dict[str, Any]:
@@ -70,13 +78,23 @@ def hints(cls: type) -> dict[str, Any]:
         return {}
 
 
-def _within(hint: Any) -> Iterator[type]:
+def _mentioned(hint: Any, within: tuple[Any, ...] = ()) -> Iterator[type]:
+    """Classes in a type hint, `within` others that an alias may lead back to."""
     origin = typing.get_origin(hint)
-    if is_record(origin or hint) or is_enum(hint):
+    if isinstance(origin or hint, type):
         yield origin or hint
-    elif origin is not typing.Literal:
-        for arg in typing.get_args(hint):
-            yield from _within(arg)
+    if origin is typing.Literal:
+        yield from (type(value) for value in typing.get_args(hint))
+    elif not is_record(origin or hint) and hint not in within:
+        for part in (*typing.get_args(hint), *_stands_for(hint)):
+            yield from _mentioned(part, (*within, hint))
+
+
+def _stands_for(hint: Any) -> tuple[Any, ...]:
+    """What a type variable, a NewType or an alias stands for."""
+    if isinstance(hint, typing.TypeVar):
+        return (*hint.__constraints__, hint.__bound__)
+    return tuple(getattr(hint, name) for name in ("__supertype__", "__value__") if hasattr(hint, name))
 
 
 def _loaded(name: str) -> type | None:

@@ -23,11 +23,13 @@ def to_json(cfg: Any) -> str:
 def from_json(text: str | bytes, cfg_type: Any = None) -> Any:
     """Config that `to_json` wrote, as `cfg_type` or as the class it had.
 
+    With `cfg_type`, only that class and those that its fields name are made.
+
     Raises:
       JsonTextError: `text` is not JSON.
       ConfigMismatchError: The config no longer fits its class, or its class is not loaded: reading never imports.
     """
-    return decode_cfg(jsontext.parse(text, max_bytes=MAX_BYTES), cfg_type)
+    return decode_cfg(jsontext.parse(text, max_bytes=MAX_BYTES), cfg_type, named_only=cfg_type is not None)
 
 
 def encode_cfg(cfg: Any) -> dict[str, Any]:
@@ -48,14 +50,17 @@ def encode_cfg(cfg: Any) -> dict[str, Any]:
     return data
 
 
-def decode_cfg(data: Any, cfg_type: Any = None) -> Any:
-    """Config that `encode_cfg` wrote; see `from_json`."""
+def decode_cfg(data: Any, cfg_type: Any = None, *, named_only: bool = False) -> Any:
+    """Config that `encode_cfg` wrote; see `from_json`.
+
+    With `named_only`, for data of strangers, no class is made but the config's and those that its fields name.
+    """
     if not isinstance(data, Mapping) or not isinstance(data.get("type"), str) or "value" not in data:
         raise ConfigMismatchError('config: must be {"type": "module:QualName", "value": ...}, got ' + repr(data)[:200])
     cfg_type = None if cfg_type is Any or isinstance(cfg_type, TypeVar) else cfg_type
-    name, check = data["type"], not data.get("exact", False)
+    name, how = data["type"], tagged.Reading(check=not data.get("exact", False), named_only=named_only)
     where = name.rpartition(".")[2].rpartition(":")[2]
-    cfg = _decode_value(name, data["value"], cfg_type, where, check)
+    cfg = _decode_value(name, data["value"], cfg_type, where, how)
     if isinstance(cfg_type, type) and classes.within(cfg_type) and not isinstance(cfg, cfg_type):
         raise ConfigMismatchError(f"{where}: stored as {name}, which is not a {classes.name_of(cfg_type)}.")
     return cfg
@@ -67,11 +72,13 @@ def _encode_value(cfg: Any) -> Any:
     return tagged.encode(cfg, type(cfg).__name__)
 
 
-def _decode_value(name: str, value: Any, cfg_type: Any, where: str, check: bool) -> Any:
+def _decode_value(name: str, value: Any, cfg_type: Any, where: str, how: tagged.Reading) -> Any:
     is_fields = isinstance(value, dict) and not any(key.startswith("$") for key in value)
     if not is_fields or name == "builtins:dict":
-        return tagged.decode(value, cfg_type, where, check=check)
-    return tagged.decode_record(tagged.find_class(name, cfg_type, where), value, where, check=check)
+        return tagged.decode(value, cfg_type, where, how)
+    # Who asks for no class in particular gets the one that is stored; its fields decide about the rest.
+    asked = how if cfg_type is not None else tagged.CHECKED
+    return tagged.decode_record(tagged.find_class(name, cfg_type, where, asked), value, where, how)
 
 
 def _reads_back(data: dict[str, Any], cfg: Any) -> bool:

@@ -10,7 +10,7 @@ import base64
 import enum
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,21 +58,31 @@ def encode_fields(record: Any, where: str) -> dict[str, Any]:
     return {name: encode(value, f"{where}.{name}") for name, value in records.fields_of(record).items()}
 
 
-def decode(data: Any, hint: Any = None, where: str = "value", *, check: bool = True) -> Any:
-    """Value that `encode` wrote. Classes that `hint` mentions are preferred; `check` holds fields to their hints."""
+class Reading(NamedTuple):
+    """How data is read: `check` holds fields to their hints, `named_only` makes no class that no hint names."""
+
+    check: bool = True
+    named_only: bool = False
+
+
+CHECKED = Reading()
+
+
+def decode(data: Any, hint: Any = None, where: str = "value", how: Reading = CHECKED) -> Any:
+    """Value that `encode` wrote. Classes that `hint` mentions are preferred."""
     if isinstance(data, list):
-        return [decode(v, hint, f"{where}[{i}]", check=check) for i, v in enumerate(data)]
+        return [decode(v, hint, f"{where}[{i}]", how) for i, v in enumerate(data)]
     if not isinstance(data, dict):
         return data
     tag = next((key for key in data if key.startswith("$")), None)
     if tag is None:
-        return {key: decode(v, hint, f"{where}[{key!r}]", check=check) for key, v in data.items()}
-    inner = lambda v: decode(v, hint, where, check=check)
+        return {key: decode(v, hint, f"{where}[{key!r}]", how) for key, v in data.items()}
+    inner = lambda v: decode(v, hint, where, how)
     try:
         if tag == "$type":
-            return decode_record(find_class(data["$type"], hint, where), data["fields"], where, check=check)
+            return decode_record(find_class(data["$type"], hint, where, how), data["fields"], where, how)
         if tag == "$enum":
-            return decode_member(find_class(data["$enum"], hint, where), data, where)
+            return decode_member(find_class(data["$enum"], hint, where, how), data, where)
         return _DECODERS[tag](data, inner)
     except ConfigMismatchError:
         raise
@@ -80,13 +90,13 @@ def decode(data: Any, hint: Any = None, where: str = "value", *, check: bool = T
         raise ConfigMismatchError(f"{where}: {repr(data)[:200]} is not a value that ejkernel wrote ({e!r}).") from e
 
 
-def decode_record(cls: type, data: Mapping[str, Any], where: str, *, check: bool = True) -> Any:
+def decode_record(cls: type, data: Mapping[str, Any], where: str, how: Reading) -> Any:
     """Record of class `cls` from what `encode_fields` wrote."""
     if not classes.is_record(cls):
         raise ConfigMismatchError(f"{where}: {classes.name_of(cls)} has no fields, but {sorted(data)} are stored.")
     hints = classes.hints(cls)
-    values = {name: decode(v, hints.get(name), f"{where}.{name}", check=check) for name, v in data.items()}
-    return records.build(cls, values, where, hints if check else {})
+    values = {name: decode(v, hints.get(name), f"{where}.{name}", how) for name, v in data.items()}
+    return records.build(cls, values, where, hints if how.check else {})
 
 
 def decode_member(cls: Any, data: Mapping[str, Any], where: str) -> Any:
@@ -100,9 +110,14 @@ def decode_member(cls: Any, data: Mapping[str, Any], where: str) -> Any:
         raise ConfigMismatchError(f"{where}: {classes.name_of(cls)} has no member {e.args[0]!r}, only {known}.") from e
 
 
-def find_class(name: str, hint: Any, where: str) -> type:
+def find_class(name: str, hint: Any, where: str, how: Reading) -> type:
     """Class called `name`, preferably one that `hint` mentions."""
     cls = classes.find(name, classes.within(hint))
+    if how.named_only and cls is not None and not classes.is_named(cls, hint):
+        raise UnknownClassError(
+            f"{where}: a pack may hold the kernel's config class and the classes that its fields name, and {name!r} is "
+            "none of them. Name it in the type of the field."
+        )
     if cls is None:
         raise UnknownClassError(
             f"{where}: no loaded class is called {name!r}. Import its module first, or pass cfg_type=."
@@ -158,7 +173,12 @@ def _dtype(data: Any, _: Any) -> Any:
 
 
 def _scalar(data: Any, inner: Any) -> Any:
-    return _dtype({"$dtype": data["$scalar"]}, inner).type(inner(data["value"]))
+    kind, value = _dtype({"$dtype": data["$scalar"]}, inner).type, inner(data["value"])
+    # Others take a number for a size: `np.void(2 * 10**9)` is two gigabytes.
+    is_numeric = issubclass(kind, np.number | np.bool_) or kind.__module__ == "ml_dtypes"
+    if not is_numeric or not isinstance(value, bool | int | float | complex):
+        raise ValueError(f"{value!r} is not a {data['$scalar']} number")
+    return kind(value)
 
 
 def _np_type(data: Any, _: Any) -> Any:

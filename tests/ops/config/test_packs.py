@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,21 @@ def test_urls_in_the_environment_are_not_cut_at_their_colon(monkeypatch):
     assert packs.from_environment() == ["gs://bucket/a.json", "/b.json", "s3://c/d.json"]
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("http://host:8080/p.json", ["http://host:8080/p.json"]),
+        ("a.json:http://host:8080/p.json:/b.json", ["a.json", "http://host:8080/p.json", "/b.json"]),
+        ("s3://u:p@[::1]:9000/c.json:s3://b/d.json", ["s3://u:p@[::1]:9000/c.json", "s3://b/d.json"]),
+        ("gs://bucket:/b.json", ["gs://bucket", "/b.json"]),
+    ],
+)
+def test_urls_in_the_environment_keep_their_ports_and_users(monkeypatch, text, parts):
+    monkeypatch.setattr(os, "pathsep", ":")
+    monkeypatch.setenv("EJKERNEL_CACHE_PACKS", text)
+    assert packs.from_environment() == parts
+
+
 def test_installed_packages_bring_packs_without_being_imported(tmp_path, monkeypatch):
     site = tmp_path / "site"
     package = site / "trap_package"
@@ -185,6 +201,99 @@ def test_remote_packs_with_fsspec(tmp_path):
         packs.read("nosuchscheme://x")
     with pytest.raises(packs.PackError, match="absent"):
         packs.read("memory://bucket/absent.json")
+
+
+def test_whatever_a_remote_backend_raises_is_a_pack_that_is_left_out(tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+
+    def refuse(*_):
+        raise RuntimeError("token expired")
+
+    monkeypatch.setattr(fsspec, "open", refuse)
+    with pytest.warns(StoreWarning, match="RuntimeError: token expired It is left out"):
+        assert PersistentCache(tmp_path, packs=["gs://bucket/p.json"]).get("x") is None
+    with pytest.raises(packs.PackError, match="token expired"):
+        packs.write("gs://bucket/p.json", [entry()])
+
+
+def test_of_two_entries_for_one_key_the_first_counts_for_every_reader(tmp_path):
+    path = write_pack(tmp_path / "p.json", entry(block=1), entry(block=2))
+    assert PersistentCache(tmp_path / "a", packs=[path]).get(KEY) == Config(1)
+    own = PersistentCache(tmp_path / "b")
+    merging.add_all(own, layers.entries_of(path))
+    assert own.get(KEY) == Config(1)
+
+
+# What a pack may make.
+
+
+class Base:
+    """Of no fields itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(Base):
+    rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+    tile: Base | None = None
+    extra: Any = None
+
+
+@dataclasses.dataclass
+class Planted:
+    made = 0
+
+    def __post_init__(self):
+        Planted.made += 1
+
+
+def hostile_pack(path, value, key=None):
+    data = entries.to_data(entry())
+    data["cfg"] = {"type": f"{Open.__module__}:Open", "value": value}
+    if key is not None:
+        data |= {"device": "_", "op_id": "_", "key": key}
+    path.write_text(json.dumps({"ejkernel_pack": 1, "name": "p", "entries": [data]}))
+    return path
+
+
+PLANTED: dict[str, Any] = {"$type": f"{Planted.__module__}:Planted", "fields": {}}
+
+
+@pytest.mark.parametrize(
+    "value", [{"extra": PLANTED}, {"extra": {"$tuple": [{"a": [PLANTED]}]}}, {"tile": PLANTED}, {"extra": [PLANTED]}]
+)
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_pack_makes_no_class_that_the_fields_do_not_name(tmp_path, value, imported):
+    path, home = hostile_pack(tmp_path / "p.json", value), tmp_path / "store"
+    if imported:
+        merging.add_all(PersistentCache(home), layers.entries_of(path))
+    cache = PersistentCache(home, packs=[] if imported else [path])
+    with pytest.warns(StoreWarning, match=r"Planted' is none of them.*counts as absent"):
+        assert cache.get(KEY, cfg_type=Open) is None
+    assert [p.text for p in upkeep.verify(path)] == []
+    assert Planted.made == 0
+
+
+def test_a_key_in_a_pack_makes_no_class(tmp_path):
+    path = hostile_pack(tmp_path / "p.json", {}, key={"$tuple": [PLANTED]})
+    assert packs.read(path).entries == []
+    assert Planted.made == 0
+
+
+def test_a_pack_makes_subclasses_of_what_a_field_names(tmp_path):
+    tile = {"$type": f"{Tile.__module__}:Tile", "fields": {"rows": 3}}
+    path = hostile_pack(tmp_path / "p.json", {"tile": tile})
+    assert PersistentCache(tmp_path / "store", packs=[path]).get(KEY, cfg_type=Open) == Open(Tile(3))
+
+
+def test_the_own_store_reads_back_classes_that_no_field_names(tmp_path):
+    """In another process, which has not written one itself: the store is the user's own."""
+    [data] = json.loads(hostile_pack(tmp_path / "p.json", {"extra": PLANTED}).read_text())["entries"]
+    assert entries.from_data(data).typed(Open).cfg == Open(extra=Planted())
+    Planted.made = 0
 
 
 # Merging and comparing.

@@ -277,6 +277,21 @@ def test_what_does_not_fit_says_why(data, message):
         decode_cfg(data)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"$scalar": "void", "value": 2_000_000_000},
+        {"$scalar": "V2000000000", "value": 2_000_000_000},
+        {"$scalar": "bytes", "value": 2_000_000_000},
+        {"$scalar": "object", "value": 1},
+        {"$scalar": "float32", "value": [1.0, 2.0]},
+    ],
+)
+def test_scalars_are_numbers(data):
+    with pytest.raises(ConfigMismatchError, match=r"is not a .* number"):
+        decode_cfg({"type": classes.name_of(Config), "value": {"extra": data}})
+
+
 def test_stored_lists_and_names_follow_a_changed_declaration():
     data = stored(Config(), tiles=[], algorithm="safe")
     same(decode_cfg(data), Config(algorithm=Algorithm.SAFE))
