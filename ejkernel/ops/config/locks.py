@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,18 @@ from pathlib import Path
 _guard = threading.Lock()
 _threads: dict[Path, threading.RLock] = {}
 _held: set[Path] = set()
+
+
+def _forget() -> None:
+    """A forked child holds nothing: what its parent holds it waits for, like any other process."""
+    global _guard
+    _guard = threading.Lock()
+    _threads.clear()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
@@ -57,7 +70,7 @@ def _process_lock(path: Path, deadline: float | None) -> Iterator[bool]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Writable for all: on a shared directory the next one to tune may be another user.
     timeout = -1 if deadline is None else max(deadline - time.monotonic(), 0)
-    lock = filelock.FileLock(path, timeout=timeout, mode=0o666)
+    lock, holder = filelock.FileLock(path, timeout=timeout, mode=0o666), os.getpid()
     try:
         lock.acquire(poll_interval=0.02)
     except filelock.Timeout:
@@ -66,4 +79,5 @@ def _process_lock(path: Path, deadline: float | None) -> Iterator[bool]:
     try:
         yield True
     finally:
-        lock.release()
+        if os.getpid() == holder:  # A child that was forked inside and leaves must not release its parent's.
+            lock.release()

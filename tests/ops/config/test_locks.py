@@ -125,3 +125,53 @@ def test_threads_exclude_each_other(tmp_path, writable):
     for thread in threads:
         thread.join()
     assert most == [1] * 8
+
+
+FORK_INSIDE = """
+import os, subprocess, sys, threading
+from ejkernel.ops.config.persistent import PersistentCache
+
+cache, key = PersistentCache(sys.argv[1]), ("dev", "op", "key")
+
+def is_free():
+    with cache.tuning_lock(key, timeout=0) as held:
+        return held
+
+def forked(do):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(10 + do())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 10
+
+inside, done = threading.Event(), threading.Event()
+
+def hold():
+    with cache.tuning_lock(key):
+        inside.set()
+        done.wait()
+
+with cache.tuning_lock(key):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        print("held by the parent:", forked(is_free) == 0)
+if child == 0:  # It has left the block.
+    os._exit(0)
+print("free:", is_free())
+thread = threading.Thread(target=hold)
+thread.start()
+inside.wait()
+print("held by another thread of the parent:", forked(is_free) == 0)
+done.set()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_holds_nothing_and_releases_nothing(tmp_path):
+    process = spawn(FORK_INSIDE, tmp_path)
+    try:
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert [line.rpartition(" ")[2] for line in out.splitlines()] == ["True", "True", "True"], out

@@ -30,6 +30,16 @@ _POLL_S = 0.02
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="ejkernel-spawner")
 
 
+def _new_spawner() -> None:
+    """A forked child has none of its parent's threads."""
+    global _spawner
+    _spawner = ThreadPoolExecutor(1, thread_name_prefix="ejkernel-spawner")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_spawner)
+
+
 class JobError(EjkernelError):
     """A job did not return."""
 

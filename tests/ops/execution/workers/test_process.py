@@ -165,3 +165,23 @@ def test_resident_memory_counts_descendants():
     finally:
         child.communicate(b"\n")
     assert resident_bytes(child.pid) == 0
+
+
+AFTER_FORK = """
+import os
+from ejkernel.ops.execution.workers import ProcessWorker, process
+from tests.ops.execution.workers import jobs
+
+process._spawner.submit(int).result()  # As the first worker of this process would.
+if os.fork() == 0:
+    with ProcessWorker() as worker:
+        os._exit(worker.run(jobs.add, 2, 3, limit_s=30))
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_starts_workers_of_its_own():
+    command = [sys.executable, "-W", "ignore", "-c", AFTER_FORK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "5\n", done.stderr
