@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.provenance import collect
-from ejkernel.ops.execution.bench import Rejected
+from ejkernel.ops.execution.bench import Outcome, Rejected
+from ejkernel.ops.execution.report import Measurement
+from ejkernel.ops.execution.standings import Ratio
+from ejkernel.ops.utils import classes
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.serialize import encode_cfg
 from ejkernel.ops.utils.source import source_hash
@@ -47,19 +51,56 @@ class Decided:
 def _is_sound(record: Mapping[str, Any]) -> bool:
     """Whether a line of a file is what this version writes: another may write more, and a damaged one anything."""
     try:
-        if "rejected" in record:
-            each = record["rejected"]
-            Rejected(each["outcome"], each["reason"])
-            return isinstance(each["id"], str) and (each.get("limit") is None or len(each["limit"]) == 2)
-        if "decided" in record:
-            seconds = Decided(**record["decided"]).seconds
-            return all(isinstance(value, float) for value in seconds.values())
-        if "race" in record:
-            race = record["race"]
-            return isinstance(race["goes_on"], bool) and isinstance(race["clock"], str) and bool(set(race["entrants"]))
-        return all(isinstance(value, float) for value in record["round"].values()) if "round" in record else True
+        return all(is_right(record[kind]) for kind, is_right in _CHECKS.items() if kind in record)
     except (TypeError, KeyError, AttributeError):
         return False
+
+
+def _is_rejected(each: Mapping[str, Any]) -> bool:
+    limit = each.get("limit")
+    is_limit = limit is None or (len(limit) == 2 and _is_text(limit[0]) and _is_time(limit[1]))
+    return is_limit and each["outcome"] in get_args(Outcome) and all(map(_is_text, (each["id"], each["reason"])))
+
+
+def _is_decided(each: Mapping[str, Any]) -> bool:
+    race = Decided(**each)
+    parts = [(Measurement, race.measurement), (Ratio, race.speedup)]
+    fit = all(data is None or _is_made_of(kind, data) for kind, data in parts)
+    return fit and _is_text(race.winner) and _is_times(race.seconds)
+
+
+def _is_made_of(kind: type, data: Mapping[str, Any]) -> bool:
+    """Whether the fields of a dataclass of numbers and texts are there, each of its type."""
+    made, hints = kind(**data), classes.hints(kind)
+    allowed = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    return all(
+        isinstance(value := getattr(made, name), kinds) or (float in kinds and type(value) is int)
+        for name, kinds in allowed.items()
+    )
+
+
+def _is_race(each: Mapping[str, Any]) -> bool:
+    return isinstance(each["goes_on"], bool) and _is_text(each["clock"]) and all(map(_is_text, each["entrants"]))
+
+
+def _is_times(each: Mapping[str, Any]) -> bool:
+    return all(map(_is_time, each.values()))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "rejected": _is_rejected,
+    "decided": _is_decided,
+    "race": _is_race,
+    "round": _is_times,
+}
 
 
 class History:

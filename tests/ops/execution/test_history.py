@@ -52,10 +52,11 @@ def test_decided_race_is_not_run_on(again):
     first.add_round({"a": 1.0, "b": 2.0})
     first.decide(Decided(winner="a", seconds={"a": 1.0, "b": 2.0}))
     assert again().start_race(["a", "b"], "wall") == []
-    first.decide(Decided(winner="c", seconds={"a": 1.1, "c": 0.5}, measurement={"median_ms": 1}))
+    measurement = {"median_ms": 1, "low_ms": 0.9, "high_ms": 1.1, "samples": 8, "timer": "wall"}
+    first.decide(Decided(winner="c", seconds={"a": 1.1, "c": 0.5}, measurement=measurement))
     known = again().decided
     assert (known.winner, known.seconds) == ("c", {"a": 1.1, "b": 2.0, "c": 0.5})
-    assert known.measurement == {"median_ms": 1}
+    assert known.measurement == measurement
 
 
 def test_other_source_or_aim_knows_nothing(again):
@@ -136,7 +137,14 @@ class Edited(Kernel[Work, object]):
         {"decided": {"winner": "x", "seconds": 3}}, {"decided": {"winner": "x", "seconds": {"a": "fast"}}},
         {"rejected": {}}, {"rejected": None}, {"rejected": [1]}, {"race": None}, {"race": {"entrants": 3}},
         {"rejected": {"id": "a", "outcome": "wrong", "reason": "", "limit": 5}},
-        {"round": None}, {"round": {"a": "b"}}, {"unheard": 1},
+        {"round": None}, {"round": {"a": "b"}}, {"unheard": 1}, {"round": {"a": 0.0, "b": -1.0}},
+        {"round": {"a": 1e400, "b": True}}, {"searched": "x", "round": 3},
+        {"decided": {"winner": "x", "measurement": {"median_ms": 1.0}}}, {"decided": {"winner": "x", "speedup": 3}},
+        {"decided": {"winner": "x", "speedup": {"value": 1, "low": 1, "high": "2"}}},
+        {"decided": {"winner": ["x"]}}, {"decided": {"winner": "x", "seconds": {"a": -1.0}}},
+        {"rejected": {"id": "a", "outcome": "gone", "reason": ""}}, {"rejected": {"id": "a", "outcome": "wrong", "reason": 3}},
+        {"rejected": {"id": "a", "outcome": "failed", "reason": "", "limit": ["run_s", "long"]}},
+        {"race": {"goes_on": True, "clock": "wall", "entrants": [["a"]]}},
     ],
     ids=str,
 )  # fmt: skip
