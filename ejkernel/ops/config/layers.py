@@ -113,7 +113,7 @@ def read_entry(path: Path, place: Place | None = None, layer: str = "store", ori
     entry = entries.from_bytes(store_files.read(path, entries.MAX_BYTES), layer, origin)
     if place is not None and entry.place != place:
         raise EntryError(f"holds the entry of another key, {tuple(entry.place)}.")
-    if place is None and path.parts[-3:] != store_files.parts(entry.place):
+    if place is None and path != StoreFiles(path.parents[2]).path(entry.place):
         raise EntryError(f"is not where the entry of {tuple(entry.place)} belongs.")
     return entry
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config.store_key import Place, directory_name, file_stem
+from ejkernel.ops.config.store_key import Place, directory_name, file_stem, former_name
 from ejkernel.ops.utils import jsontext
 from ejkernel.ops.utils.fingerprint import short_hash
 
@@ -57,11 +57,14 @@ class StoreFiles:
 
     def directory(self, device: str, op_id: str) -> Path:
         """Directory of one op on one device."""
-        return self.root / directory_name(device) / directory_name(op_id)
+        return _folder(_folder(self.root, device), op_id)
 
     def path(self, place: Place, suffix: str | None = None) -> Path:
         """File of an entry, or another file beside it."""
-        return self.root.joinpath(*parts(place, suffix))
+        folder, former = self.directory(place.device, place.op_id), former_name(place.call_key)
+        if former is not None and any(os.path.isfile(folder / f"{former}{end}") for end in (_suffix(), TRIALS)):
+            return folder / f"{former}{suffix or _suffix()}"
+        return folder / (file_stem(place.call_key) + (suffix or _suffix()))
 
     def scan(self, device: str | None = None, op_id: str | None = None) -> Iterator[Path]:
         """Entry files, in order of name."""
@@ -100,12 +103,6 @@ class StoreFiles:
             with contextlib.suppress(jsontext.JsonTextError):
                 trials.append(jsontext.parse(line, max_bytes=entries.MAX_BYTES))
         return [trial for trial in trials if isinstance(trial, dict)]
-
-
-def parts(place: Place, suffix: str | None = None) -> tuple[str, str, str]:
-    """Directories and file name of an entry below the root."""
-    name = file_stem(place.call_key) + (suffix or _suffix())
-    return directory_name(place.device), directory_name(place.op_id), name
 
 
 def stamp(path: Path) -> Stamp | None:
@@ -203,6 +200,11 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
+def _folder(parent: Path, text: str) -> Path:
+    former = former_name(text)
+    return parent / (former if former is not None and os.path.isdir(parent / former) else directory_name(text))
+
+
 def _folders(parent: Path, wanted: str | None) -> list[Path]:
-    names = _names(parent) if wanted is None else [directory_name(wanted)]
+    names = _names(parent) if wanted is None else [_folder(parent, wanted).name]
     return [parent / name for name in names if not name.startswith(".") and os.path.isdir(parent / name)]

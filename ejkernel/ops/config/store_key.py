@@ -14,6 +14,8 @@ from ejkernel.ops.utils.fingerprint import short_hash
 FREE = "_"  # Device and op of keys that are not (device, op_id, call_key).
 
 _SAFE = re.compile(r"[a-z0-9_-][a-z0-9._-]*")
+# Windows takes these for devices, whatever follows their dot, and drops a dot at the end.
+_RESERVED = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?|.*\.")
 _MAX_NAME = 80
 
 
@@ -45,13 +47,23 @@ def split(args: tuple[Any, ...], what: str) -> Any:
     raise StoreKeyError(f"{what}: takes one key, or device, op_id and call_key as text, got {args!r}.")
 
 
+def _is_plain(text: str) -> bool:
+    return _SAFE.fullmatch(text) is not None and len(text) <= _MAX_NAME
+
+
 @functools.lru_cache(maxsize=4096)
 def directory_name(text: str) -> str:
     """`text` as the name of a directory: itself where that is safe on every filesystem, else cleaned with a hash."""
-    if _SAFE.fullmatch(text) and len(text) <= _MAX_NAME:
+    if _is_plain(text) and not _RESERVED.fullmatch(text):
         return text
     # The hash also separates names that differ only in case, which some filesystems do not.
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', text)[:_MAX_NAME]}~{short_hash([text])[:8]}"
+
+
+@functools.lru_cache(maxsize=4096)
+def former_name(text: str) -> str | None:
+    """The name that stores of earlier versions have for `text`, where it is another."""
+    return text if _is_plain(text) and _RESERVED.fullmatch(text) else None
 
 
 def file_stem(text: str) -> str:
