@@ -1,7 +1,12 @@
-"""Tuning on many machines: specs go out through any `concurrent.futures.Executor`, entries come back."""
+"""Tuning on many machines: specs go out through any `concurrent.futures.Executor`, entries come back.
+
+`autotune_lowered(..., executor=pool)` and `autotune_recorded(..., executor=pool)` are the way in; `tune_specs` is for
+those who keep the entries themselves.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, as_completed
@@ -14,8 +19,13 @@ from ejkernel.ops import specs
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config.asking import on_its_platform, source_of
 from ejkernel.ops.config.entry import StoredEntry
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.provenance import collect
-from ejkernel.ops.utils.fingerprint import current_device
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.execution.report import Tuning
+from ejkernel.ops.execution.result import AutotuningResult, Entry
+from ejkernel.ops.utils.fingerprint import current_device, device_fingerprint
 
 
 class FleetError(EjkernelError, ValueError):
@@ -41,7 +51,7 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
     inv = on_its_platform(inv, kernel)
     tuning = Autotuner(**settings).tune(inv, kernel)
     if tuning.measurement is None:
-        raise EjkernelError(f"{inv.op_id} {inv.call_key}: stopped before anything was measured.")
+        raise EjkernelError(unmeasured(tuning, settings.get("budget_s")))
     made = entries.make(
         inv.key,
         tuning.cfg,
@@ -51,6 +61,68 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
         complete=tuning.complete,
     )
     return entries.to_data(made)
+
+
+def unmeasured(tuning: Tuning, budget_s: float | None) -> str:
+    """Why a tuning has no result: its budget was over, or somebody stopped it."""
+    if budget_s is None or tuning.seconds < budget_s:
+        return "stopped before anything was measured"
+    return (
+        f"stopped before anything was measured: its budget of {budget_s:g} s was over while candidates were still "
+        "compiled and proved. Give it a larger one"
+    )
+
+
+def tune_calls(
+    selector: ConfigSelectorChain, calls: Iterable[Invocation[Any, Any]], executor: Executor, tuner: Any = None
+) -> AutotuningResult:
+    """Tunes each distinct call on one worker, and stores the results in the selector's caches as they come in.
+
+    The result is of this device or, if no worker has such a one, of the workers'. What could not be tuned is in its
+    `unmatched`, and so is what was tuned on another device: that is in the store alone.
+    """
+    settings = _settings(tuner if tuner is not None else selector.tuner)
+    sent, unmatched, found = {}, [], {}
+    for inv in calls:
+        try:
+            sent[inv.op_id, inv.call_key] = inv, specs.to_spec(inv)
+        except specs.SpecError as error:
+            unmatched.append(f"{inv.op_id} {inv.call_key}: {error}")
+    for finished in tune_specs([spec for _, spec in sent.values()], executor, settings):
+        name = finished.spec["op_id"], finished.spec["call_key"]
+        if finished.entry is None:
+            unmatched.append(f"{' '.join(name)}: {finished.error}")
+            continue
+        entry = finished.entry
+        if selector.persistent is not None and selector.persist_autotune:
+            entry = keep(selector.persistent, entry)
+        cfg = entry.typed(sent[name][0].kernel.cfg_type).cfg
+        selector.cache.put(*entry.place, cfg)
+        found.setdefault(entry.place.device, []).append(Entry(*name, cfg, entry.statistics))
+    here = device_fingerprint()
+    device = here if here in found else min(found, default=here)
+    elsewhere = [(e, d) for d, each in found.items() if d != device for e in each]
+    unmatched += [f"{e.op_id} {e.call_key}: was tuned on another device, {d}" for e, d in elsewhere]
+    return AutotuningResult(device, tuple(found.get(device, ())), tuple(unmatched))
+
+
+def keep(cache: PersistentCache, entry: StoredEntry) -> StoredEntry:
+    """Stores what a worker has found, and returns what is stored then: a tuning that was stopped replaces none."""
+    mine = cache.own(*entry.place)
+    if mine is not None and mine.complete and not entry.complete:
+        return mine
+    cache.add(entry)
+    return entry
+
+
+def _settings(tuner: Any) -> dict[str, Any]:
+    from ejkernel.ops.execution.tuner import Autotuner
+
+    if tuner is None:
+        return {}
+    if not isinstance(tuner, Autotuner):
+        raise FleetError(f"executor: workers measure with an Autotuner, got a {type(tuner).__name__} as tuner.")
+    return {f.name: getattr(tuner, f.name) for f in dataclasses.fields(tuner)}
 
 
 def tune_specs(
@@ -87,7 +159,8 @@ def _wave(calls: list[specs.Spec], executor: Executor, settings: Mapping[str, An
             error = future.exception()
             if error is not None:
                 # Whatever broke on a worker concerns this call alone; the others go on.
-                yield Finished(spec, None, f"{type(error).__name__}: {error}")
+                known = isinstance(error, EjkernelError)
+                yield Finished(spec, None, str(error) if known else f"{type(error).__name__}: {error}")
             else:
                 yield Finished(spec, entries.from_data(future.result()))
     finally:

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.execution import fleet
 from ejkernel.ops.execution.report import Tuning
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.utils import meta
@@ -38,7 +40,12 @@ class ProgramError(EjkernelError, TypeError):
 
 
 def autotune_lowered(
-    selector: ConfigSelectorChain, program: Program, *, specs: Specs = None, tuner: Any = None
+    selector: ConfigSelectorChain,
+    program: Program,
+    *,
+    specs: Specs = None,
+    tuner: Any = None,
+    executor: Executor | None = None,
 ) -> AutotuningResult:
     """Tunes every distinct call in a program, forward and backward, and stores the results in the selector's caches.
 
@@ -47,6 +54,7 @@ def autotune_lowered(
       program: `jax.stages.Lowered` or `Compiled`, the text of either, or a file with it.
       specs: A record file, or what `specs_of` returned, for programs that were traced in another process.
       tuner: How to measure.
+      executor: Any `concurrent.futures.Executor`, to measure each call on one of its workers instead of here.
 
     Returns:
       A result with an entry a call. What could not be tuned is in `unmatched` with the reason, and warned about.
@@ -65,7 +73,7 @@ def autotune_lowered(
             stacklevel=2,
         )
     calls, missing = match(labels, specs)
-    result = tune_calls(selector, calls, tuner)
+    result = tune_calls(selector, calls, tuner, executor)
     result = AutotuningResult(result.device, result.entries, (*missing, *result.unmatched))
     if result.unmatched:
         lines = "\n".join(f"  {line}" for line in result.unmatched)
@@ -133,9 +141,14 @@ def _table(given: Specs) -> Mapping[tuple[str, str], specs.Spec]:
 
 
 def tune_calls(
-    selector: ConfigSelectorChain, calls: Iterable[Invocation[Any, Any]], tuner: Any = None
+    selector: ConfigSelectorChain,
+    calls: Iterable[Invocation[Any, Any]],
+    tuner: Any = None,
+    executor: Executor | None = None,
 ) -> AutotuningResult:
-    """Tunes calls one after the other; those that could not be tuned are in `unmatched`."""
+    """Tunes calls, one after the other or on an executor; those that could not be tuned are in `unmatched`."""
+    if executor is not None:
+        return fleet.tune_calls(selector, calls, executor, tuner)
     entries, failed = [], []
     for outcome in tune_each(selector, calls, tuner):
         inv, tuning = outcome.inv, outcome.tuning
@@ -172,7 +185,8 @@ def tune_each(
             )
             continue
         if tuning.measurement is None and not tuning.rounds:
-            yield Outcome(inv, None, "stopped before anything was measured")
+            measuring = tuner if tuner is not None else selector.tuner
+            yield Outcome(inv, None, fleet.unmeasured(tuning, getattr(measuring, "budget_s", None)))
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
             yield Outcome(inv, tuning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -74,6 +75,7 @@ def autotune_recorded(
     selector: ConfigSelectorChain | Recorded | None = None,
     *,
     tuner: Autotuner | None = None,
+    executor: concurrent.futures.Executor | None = None,
 ) -> AutotuningResult:
     """Tunes recorded calls, each once, and stores the results in the selector's caches.
 
@@ -81,6 +83,7 @@ def autotune_recorded(
       invocations: What `get_invocations()` returned, which is the default. A selector here is taken as `selector`.
       selector: Whose caches take the results; by default the default executor's.
       tuner: How to measure; by default the selector's own.
+      executor: Any `concurrent.futures.Executor`, to measure each call on one of its workers instead of here.
 
     Returns:
       A result with one entry a call; a call that could not be tuned is in `unmatched`, with the reason.
@@ -98,7 +101,7 @@ def autotune_recorded(
         for op_id, by_key in calls.items()
         for call_key, call in by_key.items()
     ]
-    return tune_calls(_selector(selector), recorded, tuner)
+    return tune_calls(_selector(selector), recorded, tuner, executor)
 
 
 def _recorded_invocation(

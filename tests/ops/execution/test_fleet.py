@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.ops import Invocation, PersistentCache, specs
+from ejkernel.ops import (
+    Autotuner,
+    ConfigSelectorChain,
+    Invocation,
+    PersistentCache,
+    autotune_lowered,
+    autotune_recorded,
+    specs,
+)
+from ejkernel.ops.config import entry as entries
 from ejkernel.ops.execution import fleet
 from tests import offline_program
 
@@ -55,6 +64,60 @@ def test_call_that_breaks_its_worker_costs_only_itself():
     with Breaking() as executor:
         done = list(fleet.tune_specs(recorded(3), executor, SETTINGS))
     assert sorted(f.error or "" for f in done) == ["", "", "RuntimeError: worker lost"]
+
+
+def test_recorded_calls_are_tuned_by_an_executor_and_stored_here(tmp_path):
+    selector = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+    tuner = Autotuner(isolation="thread", progress=False)
+    mix = offline_program.MIX
+    x = jax.ShapeDtypeStruct((1, 2, 4), jnp.float32)
+    inv = Invocation(kernel=mix, args=(x,), kwargs={"causal": True})
+    with Counting() as executor:
+        result = autotune_recorded(
+            {mix.op_id: {inv.call_key: (mix, (x,), {"causal": True})}}, selector, tuner=tuner, executor=executor
+        )
+    assert executor.submitted == [inv.call_key]
+    (entry,) = result
+    assert (entry.call_key, result.unmatched) == (inv.call_key, ())
+    assert selector.cache.get(*inv.key) == PersistentCache(tmp_path).get(*inv.key) == entry.cfg
+
+
+def test_program_is_tuned_by_an_executor():
+    selector = ConfigSelectorChain(tuner=Autotuner(isolation="thread", progress=False))
+    lowered = jax.jit(lambda x: offline_program.MIX(x, causal=True)).lower(jnp.ones((1, 2, 4)))
+    with Counting() as executor:
+        result = autotune_lowered(selector, lowered, executor=executor)
+    assert [e.call_key for e in result] == executor.submitted
+    assert len(selector.cache) == 1
+
+
+def test_foreign_tuner_cannot_be_sent_to_workers():
+    class Other:
+        def autotune(self, make_fn, args, kwargs, candidates):
+            return candidates[0]
+
+    with Counting() as executor, pytest.raises(fleet.FleetError, match="got a Other as tuner"):
+        autotune_recorded({}, ConfigSelectorChain(tuner=Other()), executor=executor)
+
+
+def test_worker_of_another_device_gives_a_result_of_that_device(monkeypatch):
+    def elsewhere(calls, *_):
+        for i, spec in enumerate(calls):
+            data = entries.make(("gpu-x" if i else "gpu-y", spec["op_id"], spec["call_key"]), offline_program.Rows(1))
+            yield fleet.Finished(spec, data)
+
+    monkeypatch.setattr(fleet, "tune_specs", elsewhere)
+    calls = [specs.from_spec(spec) for spec in recorded(3)]
+    result = fleet.tune_calls(ConfigSelectorChain(), calls, ThreadPoolExecutor(1))
+    assert (result.device, len(result)) == ("gpu-x", 2)
+    (line,) = result.unmatched
+    assert line.endswith("was tuned on another device, gpu-y")
+
+
+def test_budget_that_is_over_too_soon_is_named_without_repeating_the_call():
+    with Counting() as executor:
+        (finished,) = fleet.tune_specs(recorded(1), executor, {**SETTINGS, "budget_s": 0.0})
+    assert finished.error.startswith("stopped before anything was measured: its budget of 0 s was over")
 
 
 def make_executor():
