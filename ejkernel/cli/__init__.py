@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -15,6 +16,9 @@ def main(args: list[str] | None = None) -> None:
     # As for `python -m ejkernel`: kernels of the project one stands in can be named.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale may lack characters that a store holds; showing them otherwise is better than showing nothing.
+        sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
@@ -24,9 +28,15 @@ def main(args: list[str] | None = None) -> None:
 
             app(args=args, prog_name="ejkernel")
         except (EjkernelError, OSError) as e:
-            print(f"error: {e}", file=sys.stderr)
+            _say(f"error: {e}")
             sys.exit(2)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    _say(f"warning: {message}")
+
+
+def _say(text: str) -> None:
+    from ejkernel.cli.output import tell
+
+    tell(text, error=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ import typer
 
 from ejkernel.cli import calls, jax_start
 from ejkernel.cli.options import AsJson, Grad, Operation, Settings, Store
-from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr, working
+from ejkernel.cli.output import print_json, print_table, short_arguments, short_repr, tell, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import asking
@@ -78,7 +77,7 @@ def bench(
     ran = [row for result in results for row in result["backends"]]
     for row in ran:
         if row["status"] in ("wrong", "failed"):
-            print(f"{row['backend']}: {row['status']}: {row['reason']}", file=sys.stderr)
+            tell(f"{row['backend']}: {row['status']}: {row['reason']}", error=True)
     good = all(any(row["median_ms"] is not None for row in result["backends"]) for result in results)
     raise typer.Exit(0 if good and not any(row["status"] in ("wrong", "failed") for row in ran) else 1)
 
@@ -216,7 +215,7 @@ def _result(inv: Invocation[Any, Any], found: list[Contender], timer: str, round
 
 
 def _print(result: dict[str, Any]) -> None:
-    print(f"{result['op_id']} {result['arrays']} on {result['device']}, {result['timer']} clock")
+    tell(f"{result['op_id']} {result['arrays']} on {result['device']}, {result['timer']} clock")
     print_table(
         ["BACKEND", "TIME, MS", "95 % INTERVAL", "OF THE BEST", "CONFIG"], [_row(r) for r in result["backends"]]
     )

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import enum
-import sys
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ejkernel.cli import documents
-from ejkernel.cli.options import AsJson, Store
+from ejkernel.cli.options import AsJson, NoTrials, OnlyDevice, OnlyOp, Store
 from ejkernel.cli.output import (
     check_file,
+    count,
     print_json,
     print_json_list,
     print_table,
     short_arguments,
     short_cfg,
+    tell,
     working,
 )
-from ejkernel.cli.store import open_store
+from ejkernel.cli.store import open_store, why_nothing
 from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import layers, merging, packs, upkeep
 from ejkernel.ops.config.entry import StoredEntry
 from ejkernel.ops.config.merging import Difference
-from ejkernel.ops.config.persistent import PersistentCache
 
 app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")
 
-Device = Annotated[str | None, typer.Option(help="Only entries of this device.")]
-Op = Annotated[str | None, typer.Option(help="Only entries of this op.")]
 Source = Annotated[str, typer.Argument(help="A pack (file or URL) or the directory of a store.")]
 Sources = Annotated[list[str], typer.Argument(help="Packs (files or URLs) or directories of stores.")]
 
@@ -48,39 +45,46 @@ def path(store: Store = None, as_json: AsJson = False) -> None:
     """Print where the store is."""
     cache = open_store(store)
     if as_json:
-        used = [*packs.from_environment(), *packs.from_packages()] if store is None else []
+        used = packs.default() if store is None else []
         print_json({"path": str(cache.path), "exists": cache.path.is_dir(), "packs": used})
     else:
         print(cache.path)
 
 
 @app.command()
-def ls(store: Store = None, device: Device = None, op: Op = None, as_json: AsJson = False) -> None:
-    """List entries, those of packs too."""
+def ls(store: Store = None, device: OnlyDevice = None, op: OnlyOp = None, as_json: AsJson = False) -> None:
+    """List entries: those of the store, then those of packs."""
     found = open_store(store).entries(device, op)
     if as_json:
         print_json_list(_data(entry) for entry in found)
         return
     with working("reading"):
-        rows = [_row(entry) for entry in found]
-    print_table(["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"], rows)
+        rows: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
+        for entry in found:
+            rows[entry.origin != "pack"].append(_row(entry))
+    own, shipped = rows[True], rows[False]
+    header = ["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"]
+    print_table(header, own)
+    if shipped:
+        print(f"\nIn packs, which are only read: {count(len(shipped), 'entry', 'entries')}.")
+        print_table(header, shipped)
 
 
 @app.command()
 def show(
     call_key: Annotated[str, typer.Argument(help="Call key of the entry, or how it begins.")],
     store: Store = None,
-    device: Device = None,
-    op: Op = None,
+    device: OnlyDevice = None,
+    op: OnlyOp = None,
     as_json: AsJson = False,
 ) -> None:
     """Show everything about one entry; exit code 1 if there is none, 2 if there are several."""
     cache = open_store(store)
     found = [entry for entry in cache.entries(device, op) if entry.place.call_key.startswith(call_key)]
     if len(found) != 1:
-        print(f"{len(found)} entries have a call key that begins with {call_key!r}.", file=sys.stderr)
+        tell(f"{len(found)} entries have a call key that begins with {call_key!r}.", error=True)
         for entry in found:
-            print("  " + " ".join(entry.place), file=sys.stderr)
+            tell("  " + " ".join(entry.place), error=True)
         raise typer.Exit(2 if found else 1)
     [entry] = found
     if as_json:
@@ -98,7 +102,7 @@ def diff(
 ) -> None:
     """Compare configs key by key; exit code 1 if they differ."""
     cache = open_store(store)
-    other = layers.entries_of(right) if right is not None else _own(cache)
+    other = layers.entries_of(right) if right is not None else cache.entries(packs=False)
     with working("reading"):
         found = merging.differences(layers.entries_of(left), other)
     if as_json:
@@ -114,19 +118,24 @@ def diff(
 def export(
     target: Annotated[str, typer.Argument(help="The pack to write: a file, a URL, or - for the standard output.")],
     store: Store = None,
-    device: Device = None,
-    op: Op = None,
+    device: OnlyDevice = None,
+    op: OnlyOp = None,
     name: Annotated[str | None, typer.Option(help="Name of the pack, by default that of its file.")] = None,
+    no_trials: NoTrials = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the entries of the store into a pack."""
+    """Write the entries of the store into a pack; exit code 1, and nothing written, if there are none."""
     check_file("TARGET", target)
-    found = list(_own(open_store(store), device, op))
+    cache = open_store(store)
+    chosen = list(cache.entries(device, op, packs=False))
+    if not chosen:
+        _nothing(why_nothing(list(cache.entries(packs=False)), str(cache.path), device, op))
+    found = map(packs.without_trials, chosen) if no_trials else chosen
     if target == "-":
         documents.stream().writelines(packs.to_text(found, name or "store"))
         return
     packs.write(target, found, name)
-    _say({"path": target, "entries": len(found)}, f"{len(found)} entries in {target}.", as_json)
+    _say_written(target, len(chosen), as_json)
 
 
 @app.command("import")
@@ -153,14 +162,18 @@ def merge(
     target: Annotated[str, typer.Argument(help="The pack to write.")],
     sources: Sources,
     name: Annotated[str | None, typer.Option(help="Name of the pack, by default that of its file.")] = None,
+    no_trials: NoTrials = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a pack of the best-founded entries of several packs or stores."""
+    """Write a pack of the best-founded entries of several packs or stores; exit code 1 if they have none."""
     check_file("TARGET", target)
     with working("reading"):
         merged = merging.merge(layers.entries_of(source) for source in sources)
-        packs.write(target, merged.values(), name)
-    _say({"path": target, "entries": len(merged)}, f"{len(merged)} entries in {target}.", as_json)
+        if merged:
+            packs.write(target, map(packs.without_trials, merged.values()) if no_trials else merged.values(), name)
+    if not merged:
+        _nothing(f"{', '.join(sources)}: no entries.")
+    _say_written(target, len(merged), as_json)
 
 
 @app.command()
@@ -200,17 +213,12 @@ def prune(
         print_json([str(p) for p in gone])
         return
     for p in gone:
-        print(p)
+        tell(str(p))
     print(f"{len(gone)} files {'would be removed' if dry_run else 'removed'}.")
 
 
-def _own(cache: PersistentCache, device: str | None = None, op: str | None = None) -> Iterator[StoredEntry]:
-    """Entries of the store without its packs."""
-    return PersistentCache(cache.path).entries(device, op)
-
-
 def _data(entry: StoredEntry) -> dict[str, Any]:
-    return entries.to_data(entry) | {"layer": entry.layer}
+    return entries.to_data(entry) | {"layer": entry.layer, "in_pack": entry.origin == "pack"}
 
 
 def _row(entry: StoredEntry) -> tuple[str, ...]:
@@ -219,7 +227,7 @@ def _row(entry: StoredEntry) -> tuple[str, ...]:
 
 
 def _print_entry(entry: StoredEntry, trials: int) -> None:
-    print(f"{entry.place.op_id}  {entry.place.call_key}")
+    tell(f"{entry.place.op_id}  {entry.place.call_key}")
     rows = [("device", entry.place.device), ("layer", entry.layer), ("complete", str(entry.complete))]
     rows += [("arrays", short_arguments(entry.signature)), ("config", short_cfg(entry.cfg_data))]
     rows += [("type", str(entry.cfg_data.get("type"))), ("trials", str(trials))]
@@ -237,14 +245,23 @@ def _print_difference(d: Difference) -> None:
     place = " ".join(d.place)
     if d.left is None or d.right is None:
         side, entry = ("left", d.left) if d.right is None else ("right", d.right)
-        print(f"{place}: only on the {side}: {short_cfg(entry.cfg_data) if entry else ''}")
+        tell(f"{place}: only on the {side}: {short_cfg(entry.cfg_data) if entry else ''}")
         return
     for name, left, right in d.fields():
-        print(f"{place}: {name}: {left!r} -> {right!r}")
+        tell(f"{place}: {name}: {left!r} -> {right!r}")
+
+
+def _nothing(reason: str) -> NoReturn:
+    tell(f"nothing written: {reason}", error=True)
+    raise typer.Exit(1)
+
+
+def _say_written(target: str, entries: int, as_json: bool) -> None:
+    _say({"path": target, "entries": entries}, f"{count(entries, 'entry', 'entries')} in {target}.", as_json)
 
 
 def _say(data: dict[str, Any], text: str, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        print(text)
+        tell(text)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli import calls
+from ejkernel.cli import calls, operations
 from ejkernel.cli.options import AsJson, Grad, Settings, Store
-from ejkernel.cli.output import print_json, short_arguments, short_cfg, working
+from ejkernel.cli.output import count, print_json, short_arguments, short_cfg, tell, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.differences import closest
@@ -30,7 +29,8 @@ def explain(
         str | None,
         typer.Argument(
             help="Name of an operation or module:Kernel, record.json, or a file with the text of a program. By default "
-            "the record file of EJKERNEL_OPS_RECORD=1."
+            "the record file of EJKERNEL_OPS_RECORD=1.",
+            autocompletion=operations.complete,
         ),
     ] = None,
     args: Annotated[str, typer.Option(help="Arrays of the call: f32[1024,64],s32[16].")] = "",
@@ -56,13 +56,19 @@ def explain(
         cache = open_store(store)
         executor = Executor(ConfigSelectorChain(persistent=cache, policy=AutotunePolicy.from_environment()))
         told = [_told(executor, cache, inv) for inv in found]
+    stored = sum(data["stored"] for data, _ in told)
     if as_json:
-        print_json({"calls": [data for data, _ in told], "failed": missing})
+        print_json({"calls": [data for data, _ in told], "stored": stored, "failed": missing})
     else:
-        print("\n\n".join(text for _, text in told))
+        tell("\n\n".join([*(text for _, text in told), *([] if args or settings else [_summary(stored, len(told))])]))
     for line in missing:
-        print(f"not explained: {line}", file=sys.stderr)
-    raise typer.Exit(1 if missing or not all(data["stored"] for data, _ in told) else 0)
+        tell(f"not explained: {line}", error=True)
+    raise typer.Exit(1 if missing or stored < len(told) else 0)
+
+
+def _summary(stored: int, calls: int) -> str:
+    rest = "" if stored == calls else " `ejkernel tune` measures the others."
+    return f"{stored} of {count(calls, 'call', 'calls')} with a config of their own.{rest}"
 
 
 def _told(executor: Executor, cache: PersistentCache, inv: Invocation[Any, Any]) -> tuple[dict[str, Any], str]:

@@ -11,10 +11,10 @@ from typing import Any
 import ejkernel
 from ejkernel.cli import jax_start, operations
 from ejkernel.cli.options import AsJson, Store
-from ejkernel.cli.output import print_json, print_table, working
+from ejkernel.cli.output import count, print_json, print_table, tell, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config import packs, provenance
+from ejkernel.ops.config import layers, packs, provenance
 from ejkernel.ops.core import dispatch
 
 _MODULES = {
@@ -46,7 +46,7 @@ def info(store: Store = None, as_json: AsJson = False) -> None:
     rows += [(f"device {i}", _device_text(d)) for i, d in enumerate(found["devices"])]
     rows += [("fingerprint", found["fingerprint"]), ("clock", found["timer"])]
     rows += [("store", f"{found['store']['path']} ({_store_text(found['store'])})")]
-    rows += [("pack", path) for path in found["store"]["packs"]]
+    rows += [("pack", f"{p['path']} ({count(p['entries'], 'entry', 'entries')})") for p in found["store"]["packs"]]
     rows += [(name, value) for name, value in found["environment"].items()]
     print_table(["WHAT", "VALUE"], rows)
     print()
@@ -71,7 +71,7 @@ def kernels(as_json: AsJson = False) -> None:
     )
     for operation in found:
         if operation["error"]:
-            print(f"{operation['name']}: {operation['error']}")
+            tell(f"{operation['name']}: {operation['error']}")
 
 
 def _info(store: str | None) -> dict[str, Any]:
@@ -92,12 +92,16 @@ def _info(store: str | None) -> dict[str, Any]:
             "path": str(cache.path),
             "exists": cache.path.is_dir(),
             "writable": _writable(str(cache.path)),
-            "entries": len(cache),
-            "packs": [*packs.from_environment(), *packs.from_packages()] if store is None else [],
+            "entries": sum(1 for _ in cache.entries(packs=False)),
+            "packs": [_pack(source) for source in packs.default()] if store is None else [],
         },
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("EJKERNEL_")},
         "backends": _backends(),
     }
+
+
+def _pack(source: str) -> dict[str, Any]:
+    return {"path": source, "entries": sum(1 for layer in layers.layers_of(source) for _ in layer.entries())}
 
 
 def _device(device: Any) -> dict[str, Any]:
@@ -118,7 +122,7 @@ def _device_text(device: dict[str, Any]) -> str:
 
 
 def _store_text(store: dict[str, Any]) -> str:
-    entries = f"{store['entries']} entries, packs included"
+    entries = count(store["entries"], "entry", "entries")
     return entries if store["writable"] else f"{entries}; cannot be written"
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ejkernel.cli import documents, operations
+from ejkernel.cli.store import stored_names
 
 
 def _leave_alone(context: typer.Context, as_json: bool) -> bool:
@@ -20,6 +21,17 @@ AsJson = Annotated[
     typer.Option("--json", callback=_leave_alone, help="Print one JSON document for scripts, and nothing else."),
 ]
 Store = Annotated[str | None, typer.Option(help="Directory of the store, instead of the default one.")]
+OnlyDevice = Annotated[
+    str | None,
+    typer.Option(help="Only entries of this device.", autocompletion=stored_names("device")),
+]
+OnlyOp = Annotated[str | None, typer.Option(help="Only entries of this op.", autocompletion=stored_names("op_id"))]
+NoTrials = Annotated[
+    bool,
+    typer.Option(
+        "--no-trials", help="Of the candidates only the winner and the guess: a small pack, for version control."
+    ),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Keyword argument: causal=true, or an array: q_segment_ids=s32[2,64].")
 ]

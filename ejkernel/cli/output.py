@@ -36,6 +36,21 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(escape(text))
 
 
+def count(number: int, one: str, many: str) -> str:
+    """A number of things: `1 entry`, `2 entries`."""
+    return f"{number} {one if number == 1 else many}"
+
+
+def printable(text: str) -> str:
+    """`text` in one line that a terminal shows as it is: what is no visible character is written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def tell(text: str, *, error: bool = False) -> None:
+    """Prints what may hold names out of files, line by line as `printable`."""
+    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if error else sys.stdout)
+
+
 def print_json(value: Any) -> None:
     """One JSON document."""
     print(json.dumps(value, indent=1), file=documents.stream())
@@ -52,6 +67,7 @@ def print_json_list(items: Iterable[Any]) -> None:
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A drawn table on a terminal, aligned text elsewhere."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and len(rows) <= _MAX_RICH_ROWS:
         from rich.console import Console
         from rich.table import Table

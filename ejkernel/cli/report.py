@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ejkernel.cli import documents
-from ejkernel.cli.options import AsJson, Store
-from ejkernel.cli.output import check_file, print_json, working
-from ejkernel.cli.store import open_store
+from ejkernel.cli.options import AsJson, OnlyDevice, OnlyOp, Store
+from ejkernel.cli.output import check_file, count, print_json, printable, tell, working
+from ejkernel.cli.store import open_store, why_nothing
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import layers, store_files
-from ejkernel.ops.config.entry import StoredEntry
 
 
 def report(
@@ -25,11 +23,14 @@ def report(
         "report.html"
     ),
     store: Store = None,
-    device: Annotated[str | None, typer.Option(help="Only entries of this device.")] = None,
-    op: Annotated[str | None, typer.Option(help="Only entries of this op.")] = None,
+    device: OnlyDevice = None,
+    op: OnlyOp = None,
+    with_packs: Annotated[bool, typer.Option("--packs", help="The packs under the store, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what tunings found as one HTML page that needs no network; exit code 1 if there is nothing to show.
+    """Write what tunings found as one HTML page that needs no network.
+
+    Exit code 1, and nothing written, if there is nothing to show.
 
     For example:
 
@@ -46,16 +47,20 @@ def report(
         check_file("--out", out)
     with working("reading"):
         cache = open_store(store)
-        found: Iterable[StoredEntry] = layers.entries_of(source) if source is not None else cache.entries()
+        found = list(cache.entries(packs=with_packs) if source is None else layers.entries_of(source))
         chosen = [e for e in found if device in (None, e.place.device) and op in (None, e.place.op_id)]
         name = source if source is not None else str(cache.path)
-        data = pages.summarise(chosen, name)
-        page = pages.render(data, f"ejkernel: {Path(name).name}")
+        # Of a pack that was named, the tunings are what the page is about; of those under a store, they are others'.
+        data = pages.summarise(chosen, name, packs_are_others=source is None)
+        page = pages.render(data, f"ejkernel: {printable(Path(name).name)}")
+    if not chosen:
+        hint = "" if source is not None or with_packs else " --packs shows those of packs."
+        tell(f"nothing written: {why_nothing(found, name, device, op)}{hint}", error=True)
+        raise typer.Exit(1)
     if to_stdout:
         documents.write_utf8(page)
     else:
         _write(page, out, len(chosen), as_json)
-    raise typer.Exit(0 if chosen else 1)
 
 
 def _write(page: str, out: Path, calls: int, as_json: bool) -> None:
@@ -64,4 +69,4 @@ def _write(page: str, out: Path, calls: int, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(out), "calls": calls, "bytes": len(data)})
     else:
-        print(f"{calls} calls in {out}.")
+        tell(f"{count(calls, 'call', 'calls')} in {out}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli import calls, interrupts
-from ejkernel.cli.options import AsJson, Grad, Settings, Store
-from ejkernel.cli.output import check_file, print_json, print_table, short_arguments, short_repr
+from ejkernel.cli import calls, interrupts, operations
+from ejkernel.cli.options import AsJson, Grad, NoTrials, Settings, Store
+from ejkernel.cli.output import check_file, print_json, print_table, short_arguments, short_repr, tell
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
@@ -42,6 +41,7 @@ def tune(
         typer.Argument(
             help="record.json, a file with the text of a program (StableHLO or HLO), the name of an operation, or "
             "module:Kernel. By default the record file of EJKERNEL_OPS_RECORD=1.",
+            autocompletion=operations.complete,
         ),
     ] = None,
     specs_file: Annotated[Path | None, typer.Option("--specs", help="Record file for the calls of a program.")] = None,
@@ -49,8 +49,11 @@ def tune(
     settings: Settings = None,
     grad: Grad = False,
     budget: Annotated[float | None, typer.Option(help="Seconds a call may take to tune.")] = None,
+    max_candidates: Annotated[int | None, typer.Option(min=1, help="Try at most this many configs of a call.")] = None,
+    compile_s: Annotated[float, typer.Option(help="Seconds that compiling one candidate may take.")] = 120.0,
     isolation: Annotated[Isolation, typer.Option(help="Where candidates run.")] = Isolation.process,
     out: Annotated[Path | None, typer.Option(help="Write the results as a pack, too.")] = None,
+    no_trials: NoTrials = False,
     store: Store = None,
     executor: Annotated[
         str | None, typer.Option(help="Spread the calls: dask://host:port, or module:factory of an Executor.")
@@ -71,10 +74,11 @@ def tune(
 
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
     """
-    _check(budget, out)
+    _check({"--budget": budget, "--compile-s": compile_s}, out)
     found, missing = calls.find(target, specs_file, args, settings or [], grad)
     cache = open_store(store)
-    tuner = {"budget_s": budget, "isolation": str(isolation)}
+    limits = {"budget_s": budget, "max_candidates": max_candidates, "compile_s": compile_s}
+    tuner = {**limits, "isolation": str(isolation)}
     with interrupts.noted() as stop:
         if executor is None:
             rows = _gather(_tune_here(cache, found, tuner), stop)
@@ -86,11 +90,11 @@ def tune(
         print_json({"tuned": tuned, "failed": failed})
     else:
         _show(rows)
-    problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out)]
+    problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out, no_trials)]
     if stop.is_set():
         problems.append(f"stopped: {len(found) - len(rows)} of {len(found)} calls were not reached.")
     for line in problems:
-        print(line, file=sys.stderr)
+        tell(line, error=True)
     raise typer.Exit(interrupts.EXIT_CODE if stop.is_set() else 1 if problems else 0)
 
 
@@ -112,10 +116,11 @@ def labels(
     raise typer.Exit(0 if found else 1)
 
 
-def _check(budget: float | None, out: Path | None) -> None:
+def _check(limits: dict[str, float | None], out: Path | None) -> None:
     """Refuses what could only fail after everything was measured."""
-    if budget is not None and not budget >= 0:  # Not a number is not less than 0 either.
-        raise EjkernelError(f"--budget: {budget} is not a number of seconds from 0 on.")
+    for option, seconds in limits.items():
+        if seconds is not None and not seconds >= 0:  # Not a number is not less than 0 either.
+            raise EjkernelError(f"{option}: {seconds} is not a number of seconds from 0 on.")
     if out is not None:
         check_file("--out", out)
 
@@ -134,7 +139,7 @@ def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list
     return rows
 
 
-def _keep(cache: PersistentCache, tuned: list[Row], out: Path | None) -> Iterator[str]:
+def _keep(cache: PersistentCache, tuned: list[Row], out: Path | None, no_trials: bool) -> Iterator[str]:
     """Writes the pack, if one is wanted; gives what was lost."""
     stored = [cache.own(row["device"], row["op_id"], row["call_key"]) for row in tuned]
     entries = [entry for entry in stored if entry is not None]
@@ -143,7 +148,7 @@ def _keep(cache: PersistentCache, tuned: list[Row], out: Path | None) -> Iterato
     if out is not None and not entries:
         yield f"not written: {out}: there is no result to write."
     elif out is not None:
-        packs.write(out, entries)
+        packs.write(out, map(packs.without_trials, entries) if no_trials else entries)
 
 
 def _tune_here(
@@ -167,12 +172,8 @@ def _tune_there(
             if entry is None:
                 yield _row((spec["device"], spec["op_id"], spec["call_key"]), error=finished.error)
             else:
-                mine = cache.own(*entry.place)
-                if mine is not None and mine.complete and not entry.complete:
-                    entry = mine  # A tuning that was stopped does not take the place of one that was finished.
-                else:
-                    # Stored as it comes in: whatever happens to the rest, this one is safe.
-                    cache.add(entry)
+                # Stored as it comes in: whatever happens to the rest, this one is safe.
+                entry = fleet.keep(cache, entry)
                 yield _row(entry.place, entry.cfg, entry.statistics, entry.complete)
 
 

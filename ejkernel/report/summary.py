@@ -20,9 +20,9 @@ PEAKS = {
 """Dense 16-bit operations and bytes a second, by what a device's fingerprint holds; from the makers' data sheets."""
 
 
-def summarise(entries: Iterable[StoredEntry], source: str) -> Data:
-    """Everything that the page shows."""
-    calls = [_call(entry) for entry in entries]
+def summarise(entries: Iterable[StoredEntry], source: str, *, packs_are_others: bool = False) -> Data:
+    """Everything that the page shows; with `packs_are_others`, entries of packs are told apart and not added up."""
+    calls = [_call(entry) | {"own": not (packs_are_others and entry.origin == "pack")} for entry in entries]
     devices = sorted({call["device"] for call in calls})
     return {"source": source, "calls": calls, "peaks": {device: _peaks(device) for device in devices}}
 

@@ -85,7 +85,19 @@ def test_ls_shows_packs(run, filled, tmp_path, monkeypatch):
     run("export", tmp_path / "team.json")
     filled.delete("gpu", "pkg.Op", "aa11")
     monkeypatch.setenv("EJKERNEL_CACHE_PACKS", str(tmp_path / "team.json"))
-    assert {e["call_key"]: e["layer"] for e in run_json(run, "ls")} == {"aa11": "team", "aa22": "store"}
+    found = {e["call_key"]: (e["layer"], e["in_pack"]) for e in run_json(run, "ls")}
+    assert found == {"aa11": ("team", True), "aa22": ("store", False)}
+    own, shipped = run("ls")[1].split("\n\nIn packs, which are only read: 1 entry.\n")
+    assert ("aa22" in own, "aa11" in own) == (True, False)
+    assert ("aa22" in shipped, "aa11" in shipped) == (False, True)
+
+
+def test_a_pack_called_store_is_still_a_pack(run, filled, tmp_path, monkeypatch):
+    run("export", tmp_path / "team.json", "--name", "store")
+    monkeypatch.setenv("EJKERNEL_CACHE_PACKS", str(tmp_path / "team.json"))
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "fresh"))
+    assert {e["in_pack"] for e in run_json(run, "ls")} == {True}
+    assert run("export", tmp_path / "mine.json")[0] == 1
 
 
 def test_show(run, filled):
@@ -121,6 +133,47 @@ def test_export_import_and_diff(run, filled, tmp_path):
     assert run_json(run, "import", pack, "--keep", "mine") == {"added": 1, "replaced": 0, "kept": 1}
     assert run_json(run, "import", pack, "--keep", "theirs") == {"added": 0, "replaced": 1, "kept": 1}
     assert run("diff", pack)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--op", "pkg.Opp"), "--op: {store} has no entries of 'pkg.Opp'. Did you mean 'pkg.Op'?"),
+        (("--op", "x"), "--op: {store} has no entries of 'x'. It has pkg.Op, pkg.Other."),
+        (("--device", "tpu"), "--device: {store} has no entries of 'tpu'."),
+        (("--device", "cpu", "--op", "pkg.Op"), "{store} has no entries of 'pkg.Op' on 'cpu'."),
+    ],
+)
+def test_export_of_nothing_writes_nothing_and_says_why(run, filled, tmp_path, options, reason):
+    target = tmp_path / "new" / "p.json"
+    code, out, err = run("export", target, *options)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"nothing written: {reason.format(store=filled.path)}")
+    assert not target.parent.exists()
+    assert run("export", "-", *options)[:2] == (1, "")
+
+
+def test_export_of_an_empty_store_leaves_a_good_pack_alone(run, filled, tmp_path):
+    run("export", tmp_path / "p.json")
+    good = (tmp_path / "p.json").read_text()
+    code, _, err = run("export", tmp_path / "p.json", "--store", tmp_path / "empty")
+    assert (code, err) == (1, f"nothing written: {tmp_path / 'empty'} has no entries.\n")
+    (tmp_path / "empty").mkdir()
+    assert run("merge", tmp_path / "p.json", tmp_path / "empty")[0] == 1
+    assert (tmp_path / "p.json").read_text() == good
+
+
+def test_pack_without_trials_has_the_winner_and_the_guess(run, store, tmp_path):
+    statuses = [("winner", False), ("raced out", True), ("failed", False), ("raced out", False)]
+    candidates = [{"cfg": str(i), "status": s, "guess": g} for i, (s, g) in enumerate(statuses)]
+    store.put("gpu", "op", "k", Config(), statistics={"candidates": candidates, "rounds": 3})
+    store.put("gpu", "op", "l", Config(), statistics={"candidates": "unreadable"})
+    assert run("export", tmp_path / "p.json", "--no-trials")[0] == 0
+    first, second = (e["statistics"] for e in json.loads((tmp_path / "p.json").read_text())["entries"])
+    assert first == {"candidates": candidates[:2], "rounds": 3}
+    assert second == {"candidates": "unreadable"}
+    assert run("merge", tmp_path / "q.json", store.path, "--no-trials")[0] == 0
+    assert json.loads((tmp_path / "q.json").read_text())["entries"][0]["statistics"] == first
 
 
 def test_merge(run, filled, tmp_path):
@@ -207,6 +260,29 @@ def test_warnings_are_one_line(run, filled):
     assert len(out.splitlines()) == 2
     assert err.startswith("warning: ")
     assert len(err.splitlines()) == 1
+
+
+def test_names_that_a_terminal_would_obey_or_cannot_show_are_escaped(run, store):
+    store.put("gpu", "red\x1b[31m\u202e\n", "aa11", Config())
+    store.put("gpu", "lone \ud800", "aa22", Config())
+    store.put("gpu", "größe", "aa33", Config())
+    code, out, _ = run("ls")
+    assert code == 0
+    assert r"red\x1b[31m\u202e\n" in out
+    assert r"lone \ud800" in out
+    assert "größe" in out
+    assert run("show", "aa11")[1].startswith(r"red\x1b[31m\u202e")
+    assert r"gpu lone \ud800 aa22" in run("show", "aa")[2]
+
+
+def test_other_characters_than_the_locale_has_are_escaped(tmp_path):
+    PersistentCache(tmp_path).put("gpu", "größe \ud800", "aa11", Config())
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    script = "from ejkernel.cli import main; main()"
+    command = [sys.executable, "-c", script, "cache", "ls", "--store", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"gr\xf6\xdfe \ud800" in done.stdout
 
 
 def test_the_installed_command_runs(tmp_path):

@@ -14,6 +14,8 @@ import pytest
 import ejkernel as package
 from ejkernel.cli import info, main, operations
 from ejkernel.ops import Invocation, Kernel, PersistentCache, specs
+from ejkernel.ops.config import entry as entries
+from ejkernel.ops.config import packs
 from tests import offline_program
 
 
@@ -97,6 +99,18 @@ def test_info_tells_devices_versions_store_and_backends(capsys, tmp_path):
     code, out, _ = ejkernel(capsys, "info")
     assert code == 0
     assert os.environ["EJKERNEL_CACHE_DIR"] in out
+
+
+def test_info_counts_the_entries_of_packs_apart(capsys, monkeypatch, tmp_path):
+    PersistentCache(tmp_path / "configs").put("cpu", "mine", "k", Pieces())
+    packs.write(tmp_path / "p.json", [entries.make(("cpu", f"op{i}", "k"), Pieces()) for i in range(2)])
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(packs, "from_packages", lambda: [str(tmp_path / "p.json")])
+    store = json.loads(ejkernel(capsys, "info", "--json")[1])["store"]
+    assert (store["entries"], store["packs"]) == (1, [{"path": str(tmp_path / "p.json"), "entries": 2}])
+    _, out, _ = ejkernel(capsys, "info")
+    assert f"{tmp_path / 'configs'} (1 entry)" in out
+    assert f"{tmp_path / 'p.json'} (2 entries)" in out
 
 
 class FakeDevice:
@@ -192,6 +206,23 @@ def test_explain_reads_records_and_tells_what_no_backend_serves(capsys, tmp_path
     assert found["mix"]["error"] is None
     assert "never in the mood" in found["picky"]["error"]
     assert "gone.away:K cannot be imported" in err
+
+
+def test_explain_of_a_record_ends_with_a_summary(capsys, tmp_path):
+    shapes = [jax.ShapeDtypeStruct((2, 8 * i, 16), jnp.float32) for i in (1, 2)]
+    calls = [Invocation(kernel=offline_program.MIX, args=(x,)) for x in shapes]
+    specs.write([specs.to_spec(inv) for inv in calls], tmp_path / "record.json")
+    command = ["explain", tmp_path / "record.json", "--store", tmp_path / "s"]
+    for stored, last in (
+        (0, "0 of 2 calls with a config of their own. `ejkernel tune` measures the others."),
+        (1, "1 of 2 calls with a config of their own. `ejkernel tune` measures the others."),
+        (2, "2 of 2 calls with a config of their own."),
+    ):
+        if stored:
+            PersistentCache(tmp_path / "s").put(*calls[stored - 1].key, offline_program.Rows(1))
+        code, out, _ = ejkernel(capsys, *command)
+        assert (code, out.splitlines()[-1]) == (0 if stored == 2 else 1, last)
+    assert json.loads(ejkernel(capsys, *command, "--json")[1])["stored"] == 2
 
 
 def test_entry_of_another_device_is_the_nearest_if_there_is_no_other(capsys, tmp_path):
@@ -412,3 +443,18 @@ def test_shells_complete_commands(shell):
     env |= {"_TYPER_COMPLETE_ARGS": "ejkernel ex", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     done = subprocess.run([script], env=env, capture_output=True, text=True, check=False)
     assert "explain" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("bench fla", "flash_attention"), ("tune fla", "flash_attention"), ("explain fla", "flash_attention"),
+     ("cache ls --op mi", "mine"), ("report --device cp", "cpu")],
+)  # fmt: skip
+def test_names_of_operations_and_devices_are_completed(capsys, monkeypatch, tmp_path, typed, name):
+    PersistentCache(tmp_path / "configs").put("cpu", "mine", "k", Pieces())
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("_EJKERNEL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"ejkernel {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    _, out, _ = ejkernel(capsys)
+    assert name in out.split()

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -9,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli import main
+from ejkernel.cli import main, tune
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
-from ejkernel.ops import Invocation, PersistentCache, specs
+from ejkernel.ops import Autotuner, Invocation, PersistentCache, specs
 from ejkernel.ops.execution import fleet
 from ejkernel.ops.execution.bench import Bench
 from tests import offline_program
@@ -67,6 +68,26 @@ def test_interrupted_tuning_on_a_worker_leaves_a_finished_one_alone(capsys, tmp_
     monkeypatch.setattr(fleet, "tune_specs", lambda calls, *_: iter([fleet.Finished(spec, stopped) for spec in calls]))
     assert ejkernel(capsys, *call)[0] == 0
     assert [entry.complete for entry in PersistentCache(tmp_path).entries()] == [True]
+
+
+def test_budget_that_is_over_too_soon_is_named_on_a_fleet_too(capsys, tmp_path):
+    for where in ([], ["--executor", "tests.ops.execution.test_fleet:make_executor"]):
+        code, _, err = ejkernel(capsys, "tune", *MIX, "--store", tmp_path, "--budget", "0", *where)
+        assert code == 1
+        assert re.fullmatch(
+            r"not tuned: \S+Mixer \w+: stopped before anything was measured: its budget of 0 s was over.*larger one\n",
+            err,
+        )
+
+
+def test_effort_of_a_tuning_is_set_by_options(capsys, monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(tune, "Autotuner", lambda **settings: made.append(settings) or Autotuner(**settings))
+    limits = ["--max-candidates", "1", "--compile-s", "30", "--out", tmp_path / "p.json", "--no-trials"]
+    assert ejkernel(capsys, "tune", *MIX, "--store", tmp_path / "s", *limits)[0] == 0
+    assert (made[0]["max_candidates"], made[0]["compile_s"]) == (1, 30.0)
+    (entry,) = json.loads((tmp_path / "p.json").read_text())["entries"]
+    assert {c["status"] for c in entry["statistics"]["candidates"]} == {"winner"}
 
 
 def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from ejkernel.cli import main
+from ejkernel.ops import PersistentCache
 from ejkernel.ops.config import packs
 from ejkernel.ops.config.entry import StoredEntry
 from ejkernel.report import render, summarise
@@ -214,8 +215,31 @@ def test_command_writes_a_page_of_a_pack(capsys, tmp_path):
 
 
 def test_command_with_nothing_to_show_is_exit_code_1(capsys, tmp_path):
-    code, out, _ = ejkernel(capsys, "report", "--store", tmp_path / "none", "-o", tmp_path / "r.html")
-    assert (code, out) == (1, f"0 calls in {tmp_path / 'r.html'}.\n")
+    (tmp_path / "r.html").write_text("good")
+    code, out, err = ejkernel(capsys, "report", "--store", tmp_path / "none", "-o", tmp_path / "r.html")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"nothing written: {tmp_path / 'none'} has no entries.")
+    packs.write(tmp_path / "pack.json", [entry("softmax")])
+    code, _, err = ejkernel(capsys, "report", tmp_path / "pack.json", "--op", "softmx", "-o", tmp_path / "r.html")
+    assert code == 1
+    assert err.endswith("has no entries of 'softmx'. Did you mean 'softmax'?\n")
+    assert (tmp_path / "r.html").read_text() == "good"
     code, _, err = ejkernel(capsys, "report", tmp_path / "gone.json")
     assert code == 2
     assert "there is no such file" in err
+
+
+def test_packs_under_the_store_are_shown_on_request_and_apart(capsys, monkeypatch, tmp_path):
+    packs.write(tmp_path / "pack.json", [entry("theirs", key="1")])
+    PersistentCache(tmp_path / "configs").add(entry("mine", key="2"))
+    monkeypatch.setattr("ejkernel.ops.config.packs.from_packages", lambda: [str(tmp_path / "pack.json")])
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+
+    def own(*args):
+        assert ejkernel(capsys, "report", "-o", tmp_path / "r.html", *args)[0] == 0
+        data = (tmp_path / "r.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+        return {call["op"]: call["own"] for call in json.loads(data)["calls"]}
+
+    assert own() == {"mine": True}
+    assert own("--packs") == {"mine": True, "theirs": False}
+    assert own(tmp_path / "pack.json") == {"theirs": True}

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,20 @@ def write(target: str | os.PathLike[str], items: Iterable[StoredEntry], name: st
             file.write(data)
     else:
         store_files.write(Path(text).expanduser().absolute(), data)
+
+
+def without_trials(entry: StoredEntry) -> StoredEntry:
+    """`entry` as it is kept in version control: of the candidates, only the winner and the guess."""
+    candidates = entry.statistics.get("candidates")
+    if not isinstance(candidates, list):
+        return entry
+    kept = [c for c in candidates if isinstance(c, Mapping) and (c.get("status") == "winner" or c.get("guess") is True)]
+    return dataclasses.replace(entry, statistics={**entry.statistics, "candidates": kept})
+
+
+def default() -> list[str]:
+    """Packs under the default store, first one first."""
+    return [*from_environment(), *from_packages()]
 
 
 def from_environment() -> list[str]:

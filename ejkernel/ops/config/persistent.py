@@ -20,6 +20,7 @@ from ejkernel.ops.config.entry import EntryError, StoredEntry
 from ejkernel.ops.config.layers import DirectoryLayer, Layer, MemoryLayer
 from ejkernel.ops.config.layers import StoreWarning as StoreWarning
 from ejkernel.ops.config.store_key import Place
+from ejkernel.ops.utils import env
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.records import ConfigMismatchError
 
@@ -58,7 +59,7 @@ class PersistentCache:
         path: str | os.PathLike[str] | None = None,
         *,
         packs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
-        stale: Stale = "use",
+        stale: Stale | None = None,
     ) -> None:
         """Opens the store in the directory `path`, or the default one over the packs of the environment.
 
@@ -66,10 +67,11 @@ class PersistentCache:
           path: Directory; by default `configs` under `EJKERNEL_CACHE_DIR`, or under `ejkernel` in the XDG cache.
           packs: Read-only packs under it, first one first: files, directories or URLs. By default none with a `path`,
             and those of `EJKERNEL_CACHE_PACKS` and of installed packages without.
-          stale: What to do with entries that were measured with another kernel source or another JAX.
+          stale: What to do with entries that were measured with another kernel source or another JAX; by default what
+            `EJKERNEL_STALE` says, or "use".
         """
         self.path = default_root() if path is None else _local(os.fspath(path))
-        self.stale = _stale(stale)
+        self.stale = _stale(env.read("EJKERNEL_STALE", "use") if stale is None else stale)
         self._packs = _sources(packs, default=None if path is None else [])
         self._pack_layers: list[Layer] | None = None
         self._store = DirectoryLayer(self.path, "store")
@@ -180,10 +182,12 @@ class PersistentCache:
             self.served.changed(name, None)
         return found
 
-    def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
-        """Entries of all layers, each key once; their configs are read when asked for."""
+    def entries(
+        self, device: str | None = None, op_id: str | None = None, *, packs: bool = True
+    ) -> Iterator[StoredEntry]:
+        """Entries of the store, then those of its packs if wanted, each key once; configs are read when asked for."""
         seen: set[Place] = set()
-        for layer in self._layers():
+        for layer in self._layers() if packs else self._own_layers():
             for entry in layer.entries(device, op_id):
                 if entry.place not in seen:
                     seen.add(entry.place)
@@ -252,9 +256,12 @@ class PersistentCache:
     def _layers(self) -> list[Layer]:
         with self._lock:
             if self._pack_layers is None:
-                sources = [*packs.from_environment(), *packs.from_packages()] if self._packs is None else self._packs
+                sources = packs.default() if self._packs is None else self._packs
                 self._pack_layers = [layer for source in sources for layer in layers.layers_of(source)]
-            return [MemoryLayer(self._memory), self._store, *self._pack_layers]
+            return [*self._own_layers(), *self._pack_layers]
+
+    def _own_layers(self) -> list[Layer]:
+        return [MemoryLayer(self._memory), self._store]
 
     def _fitting(self, entry: StoredEntry, cfg_type: Any) -> StoredEntry | None:
         entry = entry.typed(cfg_type)
@@ -274,6 +281,9 @@ class PersistentCache:
 
     def _note_stale(self, entry: StoredEntry, reason: str | None, policy: Stale) -> None:
         if reason is None or policy != "use" or ("stale", entry.place.op_id) in self._told:
+            return
+        if entry.origin == "pack":
+            _note_stale_pack(entry.layer)
             return
         self._told.add(("stale", entry.place.op_id))
         _log.warning(
@@ -304,6 +314,16 @@ class PersistentCache:
                 return
             self._told.add(what)
         warnings.warn(text, StoreWarning, stacklevel=4)
+
+
+@functools.cache
+def _note_stale_pack(name: str) -> None:
+    """Says once a process that a pack is of another day: whoever installed it can do little about that."""
+    _log.info(
+        'pack %s: its configs were tuned with another JAX or an earlier kernel. They are used; stale="ignore" refuses '
+        "them, and tuning puts entries of the store before them.",
+        name,
+    )
 
 
 def _provenance(kernel: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ejkernel.errors import EjkernelError
@@ -33,7 +33,7 @@ class AutotunePolicy:
         raise (`"frozen"`).
       transfer: Whether a miss may take the config that was tuned for the nearest shape.
       stale: What to do with a stored config whose kernel or toolchain has changed since: use it, tune again, or
-        ignore it.
+        ignore it. By default what `EJKERNEL_STALE` says, or use it.
       agree: Whether the processes of one program choose together; False leaves each to itself.
       agree_s: How long to wait for the others, in seconds; who waits in vain has all take the guess.
       sharded: Whether the candidates of a call are spread over the processes when it is tuned.
@@ -41,7 +41,7 @@ class AutotunePolicy:
 
     autotune: AutotuneMode | bool = "off"
     transfer: bool = True
-    stale: StaleMode = "use"
+    stale: StaleMode = field(default_factory=lambda: env.read("EJKERNEL_STALE", "use"))  # pyright: ignore[reportAssignmentType]
     agree: bool = True
     agree_s: float = 120.0
     sharded: bool = False

@@ -10,6 +10,7 @@ ALLOWED = {
     "EJKERNEL_OPS_RECORD": ("0", "1"),
     "EJKERNEL_OPS_STAMP": ("hash", "json", "none"),
     "EJKERNEL_AUTOTUNE": ("off", "on", "record", "frozen"),
+    "EJKERNEL_STALE": ("use", "retune", "ignore"),
 }
 
 

@@ -19,9 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config import provenance, upkeep
+from ejkernel.ops.config import packs, persistent, provenance, upkeep
 from ejkernel.ops.config.persistent import PersistentCache, StoreSettingError, StoreWarning, default_root
+from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.store_key import StoreKeyError, directory_name, place_of
+from ejkernel.ops.utils.env import EnvironmentValueError
 from ejkernel.ops.utils.serialize import ConfigEncodeError
 
 KEY = ("gpu-h200", "pkg.module.MyKernel", "0123456789abcdef")
@@ -122,7 +124,7 @@ def test_calls_with_half_a_key_are_refused(cache, call):
         call(cache)
 
 
-@given(st.text(), st.text())
+@given(st.text() | st.sampled_from(["con", "nul.txt", "aux.", "com1", "op."]), st.text())
 def test_directory_names_are_safe_and_distinct(a, b):
     name = directory_name(a)
     assert name
@@ -130,6 +132,8 @@ def test_directory_names_are_safe_and_distinct(a, b):
     assert len(name) < 100
     assert not set(name) & set('/\\:*?"<>|')
     assert not name.startswith(".")
+    assert not name.endswith(".")
+    assert name.partition(".")[0].lower() not in {"con", "prn", "aux", "nul", "com1", "lpt1"}
     assert (name.lower() == directory_name(b).lower()) == (a == b)
 
 
@@ -141,6 +145,41 @@ def test_keys_that_differ_in_case_or_need_escaping_stay_apart(cache):
     assert [again.get("dev", op, "k") for op in ops] == list(range(len(ops)))
     assert sorted(again) == sorted(("dev", op, "k") for op in ops)
     assert all(path.parents[2] == cache.path for path in cache.path.rglob("*.json"))
+
+
+RESERVED = ["con", "nul.txt", "aux.a.b", "com1", "lpt9", "op."]
+
+
+def test_names_that_windows_keeps_for_devices_are_cleaned(cache):
+    for name in RESERVED:
+        cache.put(name, name, name, Config(1))
+    names = {part.partition(".")[0] for path in cache.path.rglob("*") for part in path.relative_to(cache.path).parts}
+    assert not names & {"con", "nul", "aux", "com1", "lpt9"}
+    assert not [path for path in cache.path.rglob("*") if path.name.endswith(".")]
+    again = PersistentCache(cache.path)
+    assert [again.get(name, name, name) for name in RESERVED] == [Config(1)] * len(RESERVED)
+
+
+@pytest.mark.parametrize(
+    "key", [("con", "op", "k"), ("dev", "aux", "k"), ("dev", "op", "nul"), ("con", "aux.x", "nul")]
+)
+def test_stores_that_have_such_names_are_read_on(cache, key):
+    cache.put(*key, Config(1))
+    path = only_file(cache)
+    stem = key[2] + ".json" if key[2] == "nul" else path.name
+    former = cache.path / key[0] / key[1] / stem  # As an earlier version wrote it.
+    former.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(former)
+    again = PersistentCache(cache.path)
+    assert again.get(*key) == Config(1)
+    assert (
+        [entry.place for entry in again.entries()] == [entry.place for entry in again.entries(key[0], key[1])] == [key]
+    )
+    again.put(*key, Config(2))
+    assert PersistentCache(cache.path).get(*key) == Config(2)
+    assert only_file(cache) == former
+    assert again.delete(*key)
+    assert again.get(*key) is None
 
 
 def test_delete_removes_the_entry_and_its_trials(cache):
@@ -681,6 +720,32 @@ def test_stale_policies(cache, monkeypatch, caplog, kernel_changed):
     assert PersistentCache(cache.path, stale="ignore").lookup(*KEY, kernel=kernel) is None
     assert PersistentCache(cache.path, stale="ignore").get(*KEY) == Config()
     assert caplog.records == []
+
+
+def test_the_environment_says_what_to_do_with_stale_entries(monkeypatch, tmp_path):
+    PersistentCache(tmp_path).put(*KEY, Config(), kernel=KernelA())
+    monkeypatch.setenv("EJKERNEL_STALE", "ignore")
+    assert PersistentCache(tmp_path).lookup(*KEY, kernel=KernelB) is None
+    assert PersistentCache(tmp_path, stale="retune").lookup(*KEY, kernel=KernelB).cfg == Config()
+    assert (AutotunePolicy().stale, AutotunePolicy(stale="use").stale) == ("ignore", "use")
+    monkeypatch.setenv("EJKERNEL_STALE", "never")
+    with pytest.raises(EnvironmentValueError, match="EJKERNEL_STALE: 'never' is not one of 'use', 'retune', 'ignore'"):
+        PersistentCache(tmp_path)
+
+
+def test_a_stale_pack_is_noted_once_a_process_and_quietly(monkeypatch, tmp_path, caplog):
+    own, pack = PersistentCache(tmp_path / "own"), tmp_path / "old.json"
+    for op in ("op", "op.vjp"):
+        own.put("dev", op, "k", Config(), kernel=KernelA())
+    packs.write(pack, own.entries())
+    persistent._note_stale_pack.cache_clear()
+    with caplog.at_level(logging.INFO, "ejkernel.store"):
+        for op in ("op", "op.vjp"):
+            for directory in ("a", "b"):
+                cache = PersistentCache(tmp_path / directory, packs=[pack])
+                assert cache.lookup("dev", op, "k", kernel=KernelB).stale
+    (record,) = caplog.records
+    assert (record.levelname, "pack old" in record.getMessage()) == ("INFO", True)
 
 
 def test_an_unknown_stale_policy_lists_the_known():
