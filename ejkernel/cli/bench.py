@@ -225,5 +225,5 @@ def _print(result: dict[str, Any]) -> None:
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
     if row["median_ms"] is None:
         return row["backend"], "-", "-", "-", f"{row['status']}: {row['reason'].splitlines()[0]}"
-    times = f"{row['median_ms']:.4g}", f"{row['low_ms']:.4g} to {row['high_ms']:.4g}", f"{row['of_best']:.2f} x"
-    return row["backend"], *times, row["cfg"] or ""
+    interval = "-" if row["low_ms"] is None else f"{row['low_ms']:.4g} to {row['high_ms']:.4g}"
+    return row["backend"], f"{row['median_ms']:.4g}", interval, f"{row['of_best']:.2f} x", row["cfg"] or ""

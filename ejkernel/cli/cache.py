@@ -11,7 +11,7 @@ from ejkernel.cli import documents
 from ejkernel.cli.options import AsJson, NoTrials, OnlyDevice, OnlyOp, Store
 from ejkernel.cli.output import (
     check_file,
-    count,
+    counted,
     print_json,
     print_json_list,
     print_table,
@@ -25,6 +25,8 @@ from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config import layers, merging, packs, upkeep
 from ejkernel.ops.config.entry import StoredEntry
 from ejkernel.ops.config.merging import Difference
+from ejkernel.ops.execution.report import time_text
+from ejkernel.report.summary import keywords_of, summarise
 
 app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")
 
@@ -66,7 +68,7 @@ def ls(store: Store = None, device: OnlyDevice = None, op: OnlyOp = None, as_jso
     header = ["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"]
     print_table(header, own)
     if shipped:
-        print(f"\nIn packs, which are only read: {count(len(shipped), 'entry', 'entries')}.")
+        print(f"\nIn packs, which are only read: {counted(len(shipped), 'entry', 'entries')}.")
         print_table(header, shipped)
 
 
@@ -110,7 +112,7 @@ def diff(
     else:
         for d in found:
             _print_difference(d)
-        print(f"{len(found)} differences.")
+        print(f"{counted(len(found), 'difference')}.")
     raise typer.Exit(1 if found else 0)
 
 
@@ -149,7 +151,7 @@ def import_(
     cache = open_store(store)
     with working("reading") as say:
         merged = merging.merge(layers.entries_of(source) for source in sources)
-        say(f"writing {len(merged)} entries")
+        say(f"writing {counted(len(merged), 'entry', 'entries')}")
         done = merging.add_all(cache, merged.values(), keep.value)
     if cache.in_memory:
         raise typer.Exit(2)  # The warning has said why.
@@ -191,7 +193,7 @@ def verify(
         print_json_list({"where": p.where, "level": p.level, "text": p.text} for p in found)
     else:
         print_table(["LEVEL", "WHERE", "WHAT"], [(p.level, p.where, p.text) for p in found])
-        print(f"{sum(p.level == 'error' for p in found)} errors.")
+        print(f"{counted(sum(p.level == 'error' for p in found), 'error')}.")
     raise typer.Exit(1 if any(p.level == "error" for p in found) else 0)
 
 
@@ -214,7 +216,7 @@ def prune(
         return
     for p in gone:
         tell(str(p))
-    print(f"{len(gone)} files {'would be removed' if dry_run else 'removed'}.")
+    print(f"{counted(len(gone), 'file')} {'would be removed' if dry_run else 'removed'}.")
 
 
 def _data(entry: StoredEntry) -> dict[str, Any]:
@@ -223,17 +225,56 @@ def _data(entry: StoredEntry) -> dict[str, Any]:
 
 def _row(entry: StoredEntry) -> tuple[str, ...]:
     state = "complete" if entry.complete else "partial"
-    return (*entry.place, short_arguments(entry.signature), short_cfg(entry.cfg_data), state, entry.layer)
+    call = "  ".join(filter(None, (short_arguments(entry.signature), keywords_of(entry))))
+    return (*entry.place, call, short_cfg(entry.cfg_data), state, entry.layer)
+
+
+_NAMES = {"kernel_source": "kernel source", "time": "measured at", "device": "device name"}
+
+
+_TOLD = {"timer", "measurement", "speedup", "rounds", "seconds", "cost", "counts", "candidates", "keywords"}
+"""Statistics that have a line in words, or are the table of candidates."""
 
 
 def _print_entry(entry: StoredEntry, trials: int) -> None:
+    (call,) = summarise([entry], "")["calls"]
+    measured, gain, cost = call["measurement"], call["speedup"], call["cost"]
+    rows = [
+        ("device", entry.place.device),
+        ("layer", entry.layer),
+        ("arrays", call["arrays"]),
+        ("keywords", call["statics"]),
+        ("config", short_cfg(entry.cfg_data)),
+        ("config class", str(entry.cfg_data.get("type", ""))),
+        ("state", "complete" if entry.complete else "partial"),
+        ("time", "" if measured is None else f"{_time(measured)}, {measured['samples']} samples"),
+        ("clock", call["timer"]),
+        ("speed-up", "" if gain is None else f"{gain['value']:.2f} [{gain['low']:.2f}, {gain['high']:.2f}]"),
+        ("work", "" if cost is None else f"{cost['flops']:.3g} operations, {cost['bytes']:.3g} bytes"),
+        ("tuning", "" if call["seconds"] is None else f"{call['seconds']:.1f} s, {call['rounds']} rounds"),
+        *((name, str(value)) for name, value in entry.statistics.items() if name not in _TOLD),
+        ("lines of trials", str(trials)),
+        *((_NAMES.get(name, name), text) for name, text in call["provenance"].items() if name != "timer"),
+    ]
     tell(f"{entry.place.op_id}  {entry.place.call_key}")
-    rows = [("device", entry.place.device), ("layer", entry.layer), ("complete", str(entry.complete))]
-    rows += [("arrays", short_arguments(entry.signature)), ("config", short_cfg(entry.cfg_data))]
-    rows += [("type", str(entry.cfg_data.get("type"))), ("trials", str(trials))]
-    for title, part in (("statistics", entry.statistics), ("provenance", entry.provenance)):
-        rows += [(f"{title}.{name}", str(value)) for name, value in part.items()]
-    print_table(["WHAT", "VALUE"], rows)
+    print_table(["WHAT", "VALUE"], [row for row in rows if row[1]])
+    if call["candidates"]:
+        print()
+        headers = [*(name.upper() or "CONFIG" for name in call["fields"]), "TIME", "SAMPLES", "FATE"]
+        print_table(headers, [_fate(c) for c in call["candidates"]])
+
+
+def _fate(c: dict[str, Any]) -> tuple[str, ...]:
+    """One candidate: what is special about its config, its time, and what became of it."""
+    first = (c["reason"].splitlines() or [""])[0]
+    fate = f"{c['status']}: {first}" if first else c["status"]
+    samples = "-" if c["n"] is None else str(c["n"])
+    time = "-" if c["median_ms"] is None else _time(c)
+    return (*c["values"], time, samples, f"{fate} (the guess)" if c["guess"] else fate)
+
+
+def _time(c: dict[str, Any]) -> str:
+    return time_text(c["median_ms"], c["low_ms"], c["high_ms"])
 
 
 def _difference(d: Difference) -> dict[str, Any]:
@@ -257,7 +298,7 @@ def _nothing(reason: str) -> NoReturn:
 
 
 def _say_written(target: str, entries: int, as_json: bool) -> None:
-    _say({"path": target, "entries": entries}, f"{count(entries, 'entry', 'entries')} in {target}.", as_json)
+    _say({"path": target, "entries": entries}, f"{counted(entries, 'entry', 'entries')} in {target}.", as_json)
 
 
 def _say(data: dict[str, Any], text: str, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from ejkernel.cli import calls, operations
 from ejkernel.cli.options import AsJson, Grad, Settings, Store
-from ejkernel.cli.output import count, print_json, short_arguments, short_cfg, tell, working
+from ejkernel.cli.output import counted, print_json, short_arguments, short_cfg, tell, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.differences import closest
@@ -68,7 +68,7 @@ def explain(
 
 def _summary(stored: int, calls: int) -> str:
     rest = "" if stored == calls else " `ejkernel tune` measures the others."
-    return f"{stored} of {count(calls, 'call', 'calls')} with a config of their own.{rest}"
+    return f"{stored} of {counted(calls, 'call')} with a config of their own.{rest}"
 
 
 def _told(executor: Executor, cache: PersistentCache, inv: Invocation[Any, Any]) -> tuple[dict[str, Any], str]:

@@ -11,7 +11,7 @@ from typing import Any
 import ejkernel
 from ejkernel.cli import jax_start, operations
 from ejkernel.cli.options import AsJson, Store
-from ejkernel.cli.output import count, print_json, print_table, tell, working
+from ejkernel.cli.output import counted, print_json, print_table, tell, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import layers, packs, provenance
@@ -46,7 +46,7 @@ def info(store: Store = None, as_json: AsJson = False) -> None:
     rows += [(f"device {i}", _device_text(d)) for i, d in enumerate(found["devices"])]
     rows += [("fingerprint", found["fingerprint"]), ("clock", found["timer"])]
     rows += [("store", f"{found['store']['path']} ({_store_text(found['store'])})")]
-    rows += [("pack", f"{p['path']} ({count(p['entries'], 'entry', 'entries')})") for p in found["store"]["packs"]]
+    rows += [("pack", f"{p['path']} ({counted(p['entries'], 'entry', 'entries')})") for p in found["store"]["packs"]]
     rows += [(name, value) for name, value in found["environment"].items()]
     print_table(["WHAT", "VALUE"], rows)
     print()
@@ -122,7 +122,7 @@ def _device_text(device: dict[str, Any]) -> str:
 
 
 def _store_text(store: dict[str, Any]) -> str:
-    entries = count(store["entries"], "entry", "entries")
+    entries = counted(store["entries"], "entry", "entries")
     return entries if store["writable"] else f"{entries}; cannot be written"
 
 

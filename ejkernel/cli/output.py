@@ -11,7 +11,7 @@ from typing import Any
 
 from ejkernel.cli import documents
 from ejkernel.errors import EjkernelError
-from ejkernel.report.naming import fields_of
+from ejkernel.report.naming import compact
 from ejkernel.report.summary import arrays
 
 _MAX_RICH_ROWS = 500  # Beyond, laying out a drawn table takes longer than reading it.
@@ -34,11 +34,6 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(escape(text)) as status:
         yield lambda text: status.update(escape(text))
-
-
-def count(number: int, one: str, many: str) -> str:
-    """A number of things: `1 entry`, `2 entries`."""
-    return f"{number} {one if number == 1 else many}"
 
 
 def printable(text: str) -> str:
@@ -87,21 +82,24 @@ def short_arguments(signature: Mapping[str, Any] | None) -> str:
     return " ".join(arrays(signature or {}))
 
 
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A number of things in words: `1 entry`, `2 entries`."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def short_cfg(data: Mapping[str, Any]) -> str:
     """A stored config in one line: `Config(block=128, tile=(1, 2))`."""
     name = str(data.get("type", "")).rpartition(":")[2].rpartition(".")[2]
     value = data.get("value")
     try:
-        return _short_fields(name, value) if isinstance(value, dict) and not _tag(value) else _short(value)
+        return compact(_short_fields(name, value)) if isinstance(value, dict) and not _tag(value) else _short(value)
     except (TypeError, AttributeError):  # Not as we write it; `cache verify` says so.
         return json.dumps(value)
 
 
 def short_repr(cfg: Any) -> str:
     """A config in one line, without the fields that are None: `Config(block=128)`."""
-    text = repr(cfg)
-    fields = fields_of(text)
-    return text if fields is None else f"{text.partition('(')[0]}({', '.join(f'{k}={v}' for k, v in fields.items())})"
+    return compact(repr(cfg))
 
 
 def _tag(value: Mapping[str, Any]) -> str | None:

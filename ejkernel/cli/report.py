@@ -9,7 +9,7 @@ import typer
 
 from ejkernel.cli import documents
 from ejkernel.cli.options import AsJson, OnlyDevice, OnlyOp, Store
-from ejkernel.cli.output import check_file, count, print_json, printable, tell, working
+from ejkernel.cli.output import check_file, counted, print_json, printable, tell, working
 from ejkernel.cli.store import open_store, why_nothing
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import layers, store_files
@@ -69,4 +69,4 @@ def _write(page: str, out: Path, calls: int, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(out), "calls": calls, "bytes": len(data)})
     else:
-        tell(f"{count(calls, 'call', 'calls')} in {out}.")
+        tell(f"{counted(calls, 'call')} in {out}.")

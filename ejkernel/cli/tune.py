@@ -13,7 +13,7 @@ import typer
 
 from ejkernel.cli import calls, interrupts, operations
 from ejkernel.cli.options import AsJson, Grad, NoTrials, Settings, Store
-from ejkernel.cli.output import check_file, print_json, print_table, short_arguments, short_repr, tell
+from ejkernel.cli.output import check_file, counted, print_json, print_table, short_arguments, short_repr, tell
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import specs
@@ -22,6 +22,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution import fleet, offline
+from ejkernel.ops.execution.report import time_text
 from ejkernel.ops.execution.tuner import Autotuner
 from ejkernel.ops.utils import meta
 
@@ -92,7 +93,7 @@ def tune(
         _show(rows)
     problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out, no_trials)]
     if stop.is_set():
-        problems.append(f"stopped: {len(found) - len(rows)} of {len(found)} calls were not reached.")
+        problems.append(_stopped(len(found), rows))
     for line in problems:
         tell(line, error=True)
     raise typer.Exit(interrupts.EXIT_CODE if stop.is_set() else 1 if problems else 0)
@@ -123,6 +124,14 @@ def _check(limits: dict[str, float | None], out: Path | None) -> None:
             raise EjkernelError(f"{option}: {seconds} is not a number of seconds from 0 on.")
     if out is not None:
         check_file("--out", out)
+
+
+def _stopped(calls: int, rows: list[Row]) -> str:
+    """What Ctrl-C has left undone."""
+    if len(rows) < calls:
+        return f"stopped: {calls - len(rows)} of {counted(calls, 'call')} not reached."
+    is_open = any(not row["complete"] and not row["error"] for row in rows)
+    return "stopped in the last call; the same command goes on with it." if is_open else "stopped after the last call."
 
 
 def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list[Row]:
@@ -205,7 +214,7 @@ def _time(row: Row) -> str:
     if found is None:
         return "-"
     mark = "" if row["complete"] else " (incomplete)"
-    return f"{found['median_ms']:.4g} ms [{found['low_ms']:.4g}, {found['high_ms']:.4g}]{mark}"
+    return time_text(found["median_ms"], found["low_ms"], found["high_ms"]) + mark
 
 
 def _speedup(row: Row) -> str:

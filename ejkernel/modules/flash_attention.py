@@ -19,6 +19,7 @@ from ejkernel.kernels.flash_attention.arguments import (
     Extras,
     Rules,
     canonical,
+    keywords_of,
 )
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch
@@ -88,6 +89,14 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         arrays = {name: x for name, x in extras._asdict().items() if x is not None and name not in _POSITIONAL}
         chosen = {} if platform is None else {"platform": platform}
         return (*qkv, extras.bias, extras.softmax_aux), {"rules": rules, **arrays, **chosen}
+
+    def describe_keywords(self, inv: Invocation[Any, Any]) -> dict[str, Any]:
+        """The keywords of `flash_attention` that give the rules of the call."""
+        q, k, *_ = inv.args
+        packed = "q_positions" in inv.kwargs
+        written = keywords_of(inv.kwargs["rules"], q.shape[1], k.shape[1], q.shape[3], packed=packed)
+        platform = inv.kwargs.get("platform")
+        return written if platform is None else {**written, "platform": platform}
 
     # --- Which implementations can serve ---
 

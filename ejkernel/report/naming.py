@@ -17,9 +17,22 @@ def columns(reprs: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     differing = [path for path in paths if len({each.get(path) for each in known}) > 1] if len(known) > 1 else paths
     if len(known) < len(reprs) or not differing:
         return [""], [[text] for text in reprs]
-    lasts = [path.rpartition(".")[2] for path in differing]
-    names = [last if lasts.count(last) == 1 else path for path, last in zip(differing, lasts, strict=True)]
-    return names, [[each.get(path, "-") for path in differing] for each in known]
+    return _short_names(differing), [[each.get(path, "-") for path in differing] for each in known]
+
+
+def compact(text: str) -> str:
+    """A config's `repr` in one short line: `Config(q_block=64, platform=xla)`, without fields that are None."""
+    fields = fields_of(text)
+    if fields is None:
+        return text
+    shown = zip(_short_names(list(fields)), fields.values(), strict=True)
+    return f"{text.partition('(')[0]}({', '.join(f'{name}={value}' for name, value in shown)})"
+
+
+def _short_names(paths: list[str]) -> list[str]:
+    """Each path's last part, where no other has the same."""
+    lasts = [path.rpartition(".")[2] for path in paths]
+    return [last if lasts.count(last) == 1 else path for path, last in zip(paths, lasts, strict=True)]
 
 
 def fields_of(text: str) -> dict[str, str] | None:

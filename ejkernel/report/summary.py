@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ejkernel.ops.config.entry import StoredEntry
-from ejkernel.report.naming import columns
+from ejkernel.ops.execution import robust
+from ejkernel.ops.execution.report import rank
+from ejkernel.report.naming import columns, compact
 
 Data = dict[str, Any]
 
@@ -40,13 +43,13 @@ def _call(entry: StoredEntry) -> Data:
         "op": entry.place.op_id,
         "key": entry.place.call_key,
         "arrays": arrays_of(entry.signature),
-        "statics": statics_of(entry.signature),
+        "statics": keywords_of(entry),
         "complete": entry.complete,
         "layer": entry.layer,
         "timer": _text(statistics.get("timer")),
         "rounds": _number(statistics.get("rounds")),
         "seconds": _number(statistics.get("seconds")),
-        "measurement": _numbers(statistics.get("measurement"), ("median_ms", "low_ms", "high_ms", "samples")),
+        "measurement": _measurement(statistics.get("measurement")),
         "speedup": _numbers(statistics.get("speedup"), ("value", "low", "high")),
         "cost": _numbers(statistics.get("cost"), ("flops", "bytes")),
         "provenance": {str(k): _text(v) for k, v in entry.provenance.items()},
@@ -56,23 +59,48 @@ def _call(entry: StoredEntry) -> Data:
 
 
 def _candidates(found: Any) -> tuple[list[str], list[Data]]:
-    """Names of the fields in which candidates differ, and the candidates."""
+    """Names of the fields in which candidates differ, and the candidates, the winner first."""
     listed = [c for c in found if isinstance(c, Mapping)] if isinstance(found, list) else []
+    listed.sort(key=lambda c: (rank(_text(c.get("status"))), _number(c.get("median_ms")) or math.inf))
     fields, values = columns([_text(c.get("cfg")) for c in listed])
     return fields, [
         {
-            "cfg": _text(c.get("cfg")),
+            "cfg": compact(_text(c.get("cfg"))),
             "values": row,
             "status": _text(c.get("status")),
             "reason": _text(c.get("reason")),
             "guess": c.get("guess") is True,
-            **{field: _number(c.get(field)) for field in ("median_ms", "low_ms", "high_ms", "n")},
+            "median_ms": _number(c.get("median_ms")),
+            "n": _number(c.get("n")),
+            **_interval(c, _number(c.get("n"))),
         }
         for c, row in zip(listed, values, strict=True)
     ]
 
 
+def _measurement(found: Any) -> Data | None:
+    known = _numbers(found, ("median_ms", "samples"))
+    return None if known is None else {**known, **_interval(found, known["samples"])}
+
+
+def _interval(found: Mapping[str, Any], samples: float | None) -> Data:
+    """Its ends, None where the samples are too few for one: entries of earlier versions have one all the same."""
+    few = samples is not None and samples < robust.FOR_AN_INTERVAL
+    return {end: None if few else _number(found.get(end)) for end in ("low_ms", "high_ms")}
+
+
 # --- Signatures ---
+
+
+def keywords_of(entry: StoredEntry) -> str:
+    """Static keywords in one line, as the caller wrote them: `causal=True, sliding_window=64`.
+
+    Of an entry of an earlier version, which did not keep them, those that the kernel made of them.
+    """
+    written = entry.statistics.get("keywords")
+    if isinstance(written, Mapping):
+        return ", ".join(f"{name}={value}" for name, value in written.items())
+    return statics_of(entry.signature)
 
 
 def arrays_of(signature: Mapping[str, Any] | None) -> str:

@@ -105,7 +105,7 @@ def test_show(run, filled):
     code, out, _ = run("show", "aa11")
     assert code == 0
     assert "Config(block=128, tile=(1, 2))" in out
-    assert "statistics.median_s" in out
+    assert "median_s" in out
     shown = run_json(run, "show", "aa1")
     assert (shown["cfg"]["value"]["block"], shown["trials"]) == (128, [{"time_s": 1}])
     code, out, err = run("show", "aa")
@@ -113,6 +113,44 @@ def test_show(run, filled):
     assert "gpu pkg.Op aa11" in err
     assert run("show", "aa", "--device", "cpu")[0] == 0
     assert run("show", "zz")[0] == 1
+
+
+def test_show_tells_a_tuning_in_words(run, store):
+    interval = {"low_ms": 1.25, "high_ms": 2.0}
+    statistics = {
+        "timer": "wall",
+        "measurement": {"median_ms": 1.5, **interval, "samples": 16, "timer": "wall"},
+        "speedup": {"value": 1.5, "low": 1.25, "high": 1.75},
+        "rounds": 20,
+        "seconds": 3.5,
+        "keywords": {"causal": "True"},
+        "candidates": [
+            {"cfg": "C(block=64)", "status": "screened", "reason": "slow", "median_ms": 0.5, **interval, "n": 2},
+            {"cfg": "C(block=32)", "status": "wrong", "reason": "off by 3\nmore", "median_ms": None, "guess": True},
+            {"cfg": "C(block=128)", "status": "winner", "reason": "", "median_ms": 1.5, **interval, "n": 16},
+        ],
+    }
+    store.put("gpu", "op", "aa11", Config(), statistics=statistics)
+    lines = [" ".join(line.split()) for line in run("show", "aa11")[1].splitlines()]
+    assert "keywords causal=True" in lines
+    assert "time 1.5 ms [1.25, 2], 16 samples" in lines
+    assert "speed-up 1.50 [1.25, 1.75]" in lines
+    assert lines[-4:] == [
+        "BLOCK TIME SAMPLES FATE",
+        "128 1.5 ms [1.25, 2] 16 winner",
+        "64 0.5 ms 2 screened: slow",  # Faster by its two samples, but below: it was dropped, and has no interval.
+        "32 - - wrong: off by 3 (the guess)",
+    ]
+    assert not any("{" in line for line in lines)
+
+
+def test_one_of_a_thing_is_not_several(run, store, tmp_path):
+    store.put("gpu", "op", "aa11", Config())
+    assert run("export", tmp_path / "p.json")[1] == f"1 entry in {tmp_path / 'p.json'}.\n"
+    assert run("merge", tmp_path / "q.json", tmp_path / "p.json")[1] == f"1 entry in {tmp_path / 'q.json'}.\n"
+    assert run("diff", tmp_path / "p.json", tmp_path / "q.json")[1] == "0 differences.\n"
+    store.put("gpu", "op", "aa11", Config(32))
+    assert run("diff", tmp_path / "p.json")[1].splitlines()[-1] == "1 difference."
 
 
 def test_export_import_and_diff(run, filled, tmp_path):
@@ -194,7 +232,7 @@ def test_verify_and_prune(run, filled):
     litter = path.parent / f".tmp-{host()}-{2**22 + 1}-aa"
     litter.write_text("")
     assert run_json(run, "prune", "--dry-run") == [str(litter)]
-    assert run("prune")[:2] == (0, f"{litter}\n1 files removed.\n")
+    assert run("prune")[:2] == (0, f"{litter}\n1 file removed.\n")
     assert run_json(run, "prune", "--broken") == [str(path)]
     assert run("verify")[0] == 0
     assert run("verify", "--store", "/nonexistent")[0] == 0

@@ -246,7 +246,7 @@ def test_kernel_that_fails_to_guess_is_told_with_the_others(capsys, tmp_path):
 
 def test_bench_times_backends_on_every_shape(capsys, tmp_path):
     code, out, err = ejkernel(
-        capsys, "bench", f"{HERE}:Doubled", "--args", "f32[8]", "--args", "f32[16]", "--rounds", "3", "--json",
+        capsys, "bench", f"{HERE}:Doubled", "--args", "f32[8]", "--args", "f32[16]", "--rounds", "6", "--json",
         "--store", tmp_path,
     )  # fmt: skip
     assert (code, err) == (0, "")

@@ -225,7 +225,7 @@ def test_ctrl_c_ends_the_command_and_keeps_what_was_measured(capsys, monkeypatch
     code, out, err = ejkernel(capsys, *command)
     assert code == 130
     assert ["(incomplete)" in line for line in out.splitlines()[1:]] == [False, True]
-    assert err == "stopped: 1 of 3 calls were not reached.\n"
+    assert err == "stopped: 1 of 3 calls not reached.\n"
     kept = json.loads((tmp_path / "pack.json").read_text())["entries"]
     assert sorted(entry["complete"] for entry in kept) == [False, True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -240,7 +240,22 @@ def test_call_that_ctrl_c_stops_before_it_was_measured_did_not_run_out_of_budget
     first, second, third = err.splitlines()
     assert first.endswith(": stopped before anything was measured")
     assert second.startswith("not written: ")
-    assert third == "stopped: 2 of 3 calls were not reached."
+    assert third == "stopped: 2 of 3 calls not reached."
+
+
+@pytest.mark.parametrize(
+    ("calls", "complete", "text"),
+    [
+        (1, [], "stopped: 1 of 1 call not reached."),
+        (3, [True], "stopped: 2 of 3 calls not reached."),
+        (1, [False], "stopped in the last call; the same command goes on with it."),
+        (2, [True, True], "stopped after the last call."),
+    ],
+)
+def test_ctrl_c_says_what_is_left(calls, complete, text):
+    from ejkernel.cli.tune import _stopped
+
+    assert _stopped(calls, [{"complete": each, "error": None} for each in complete]) == text
 
 
 def test_second_ctrl_c_does_not_wait_for_the_call(capsys, monkeypatch, tmp_path, record):
@@ -252,7 +267,7 @@ def test_second_ctrl_c_does_not_wait_for_the_call(capsys, monkeypatch, tmp_path,
 
     monkeypatch.setattr(Bench, "build", twice)
     code, _, err = ejkernel(capsys, "tune", record, "--isolation", "thread", "--store", tmp_path / "s")
-    assert (code, err) == (130, "stopped: 3 of 3 calls were not reached.\n")
+    assert (code, err) == (130, "stopped: 3 of 3 calls not reached.\n")
 
 
 def test_command_finds_kernels_of_the_current_directory(tmp_path):

@@ -13,7 +13,7 @@ from ejkernel.ops import PersistentCache
 from ejkernel.ops.config import packs
 from ejkernel.ops.config.entry import StoredEntry
 from ejkernel.report import render, summarise
-from ejkernel.report.naming import columns, fields_of
+from ejkernel.report.naming import columns, compact, fields_of
 from ejkernel.report.summary import arrays_of, statics_of
 
 EVIL = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
@@ -57,6 +57,30 @@ def test_everything_that_is_known_is_in_the_data():
     assert [c["values"] for c in call["candidates"]] == [["128"], ["64"], ["256"]]
     assert [c["guess"] for c in call["candidates"]] == [False, True, False]
     assert call["candidates"][2]["reason"] == "ValueError: no such tile"
+
+
+def test_winner_is_first_and_few_samples_have_no_interval():
+    few = {**candidate(512, "screened", 0.5, reason="12 times as slow"), "n": 2}
+    statistics = entry().statistics
+    short = {"median_ms": 1.0, "low_ms": 0.9, "high_ms": 1.1, "samples": 5, "timer": "wall"}
+    changed = entry(candidates=[few, *reversed(statistics["candidates"])], measurement=short)
+    (call,) = summarise([changed], "pack")["calls"]
+    assert [c["status"] for c in call["candidates"]] == ["winner", "raced out", "screened", "failed"]
+    assert (call["candidates"][2]["low_ms"], call["candidates"][2]["median_ms"]) == (None, 0.5)
+    assert call["candidates"][0]["low_ms"] == 0.9
+    assert (call["measurement"]["low_ms"], call["measurement"]["samples"]) == (None, 5)
+
+
+def test_keywords_are_those_that_the_caller_wrote():
+    (call,) = summarise([entry(keywords={"causal": "'lower_right'"})], "pack")["calls"]
+    assert call["statics"] == "causal='lower_right'"
+
+
+def test_configs_are_compact():
+    nested = "C(fwd=P(block=64, stages=None), bwd=None, platform='xla')"
+    assert compact(nested) == "C(block=64, platform=xla)"
+    assert compact("C(fwd=P(block=64), bwd=P(block=1))") == "C(fwd.block=64, bwd.block=1)"
+    assert compact("<object>") == "<object>"
 
 
 def test_entry_of_an_older_version_or_by_hand_is_shown_with_what_it_has():
@@ -151,6 +175,7 @@ def test_browser_draws_winner_guess_failures_and_roofline(tmp_path):
     assert "ValueError: no such tile" in dom
     assert dom.count("<circle") == 1
     assert "3.5 s" in dom
+    assert re.search(r'class="row isguess".*?class="fate">raced out', dom, re.DOTALL)
 
 
 @in_browser

@@ -124,6 +124,33 @@ def canonical(
     return (query, key, value), extras, rules
 
 
+def keywords_of(rules: Rules, q_len: int, kv_len: int, head_dim: int, *, packed: bool = False) -> dict[str, Any]:
+    """Keywords of `canonical` that give `rules`, without those that have their default."""
+    causal, window = _written_band(rules.lower, rules.upper, 0 if packed else kv_len - q_len)
+    written = {
+        "causal": causal,
+        "sliding_window": window,
+        "softmax_scale": None if rules.scale == head_dim**-0.5 else rules.scale,
+        "logits_soft_cap": rules.soft_cap,
+        "dropout_prob": rules.dropout_prob or None,
+        "normalize_output": None if rules.normalize else False,
+        "precision": rules.precision,
+        "logits_dtype": None if rules.logits_dtype == "float32" else rules.logits_dtype,
+    }
+    return {name: value for name, value in written.items() if value is not None}
+
+
+def _written_band(lower: int | None, upper: int | None, offset: int) -> tuple[Causal | None, Any]:
+    """The inverse of `_band`: `causal` and `sliding_window`, None where the call needs neither."""
+    # A bound beyond the diagonal can only be one of a diagonal that is aligned at the end.
+    at_end = upper != 0 and (upper == offset or (lower or 0) > 0 or (upper or 0) < 0)
+    if at_end and offset:
+        return "lower_right", None if lower is None else offset - lower
+    if upper == 0:
+        return True, None if lower is None else -lower
+    return None, None if lower is None and upper is None else (None if lower is None else -lower, upper)
+
+
 # --- Query, key, value ---
 
 

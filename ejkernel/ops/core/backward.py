@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ejkernel.ops.core import dispatch
@@ -37,6 +37,10 @@ class BackwardKernel(Kernel[Any, Any]):
         platform = inv.platform or get_device_platform()
         space = dispatch.find(self.forward, "config_space_vjp", inv.context, platform)
         return [self.heuristic_cfg(inv)] if space is None else space(inv)
+
+    def describe_keywords(self, inv: Invocation[Any, Any]) -> Mapping[str, Any]:
+        """The forward kernel's answer."""
+        return self.forward.describe_keywords(inv)
 
     def _ask(self, method: str, inv: Invocation[Any, Any]) -> Any:
         platform = inv.platform or get_device_platform()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +123,10 @@ class BatchedKernel(Kernel[Any, Any]):
     def config_space(self, inv: Invocation[Any, Any]) -> Any:
         """The kernel's own candidates."""
         return self.inner.config_space(self.asked(inv))
+
+    def describe_keywords(self, inv: Invocation[Any, Any]) -> Mapping[str, Any]:
+        """Those of one call of the batch."""
+        return self.inner.describe_keywords(self._one_of(inv))
 
     # --- Methods, for the whole batch ---
 

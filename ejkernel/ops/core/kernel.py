@@ -107,6 +107,14 @@ class Kernel(Generic[Cfg, Out]):
             return [self.heuristic_cfg(inv)]
         return self.config_space(inv)
 
+    def describe_keywords(self, inv: Invocation[Cfg, Out]) -> Mapping[str, Any]:
+        """The static keywords of a call as its caller writes them, for people to read; never part of a key.
+
+        A kernel whose `prepare` turns keywords into something else says here what they were.
+        """
+        is_static = lambda value: value is not None and not any(map(arguments.is_array, jax.tree.leaves(value)))
+        return {name: value for name, value in inv.abstract_kwargs.items() if is_static(value)}
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Out:
         return _call_by_default(self, *args, **kwargs)
 

@@ -1,20 +1,23 @@
-"""How a tuning is doing: a bar on terminals, log lines elsewhere."""
+"""How a tuning is doing: a bar on terminals, a line now and then elsewhere, and a log everywhere."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from ejkernel.ops.execution.racing import Race
+from ejkernel.ops.execution.report import Measurement
 from ejkernel.ops.execution.standings import Estimate
 
 logger = logging.getLogger("ejkernel.tuning")
 
 _EVERY_S = 0.1
+_LINE_EVERY_S = 15.0
 
 
 class Progress:
@@ -23,13 +26,14 @@ class Progress:
     Args:
       name: The operation.
       budget_s: The time it may take, if there is a limit.
-      show: Whether to draw; None draws if standard error is a terminal.
+      show: Whether to draw; None draws if standard error is a terminal, and else prints a line now and then.
     """
 
     def __init__(self, name: str, budget_s: float | None, show: bool | None = None) -> None:
         self._name = name
         self._budget_s = budget_s
         self._show = sys.stderr.isatty() if show is None else show
+        self._speaker = Speaker() if show is None and not self._show else None
         self._start = time.monotonic()
         self._race_start = (0.0, 0)
         self._drawn = 0.0
@@ -42,11 +46,15 @@ class Progress:
 
             self._status = Console(stderr=True).status(f"{self._name}: compiling")
             self._status.start()
+        if self._speaker is not None:
+            self._speaker.start(f"{self._name}: compiling")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._status is not None:
             self._status.stop()
+        if self._speaker is not None:
+            self._speaker.stop()
 
     def building(self, done: int, total: int) -> None:
         """`done` of `total` candidates are compiled, or failed to."""
@@ -59,7 +67,8 @@ class Progress:
         if race.rounds <= self._race_start[1] or not self._race_start[1]:
             self._race_start = now, race.rounds
         verbose = logger.isEnabledFor(logging.DEBUG)
-        if not verbose and (self._status is None or now - self._drawn < _EVERY_S):
+        is_shown = self._status is not None or self._speaker is not None
+        if not verbose and (not is_shown or now - self._drawn < _EVERY_S):
             return
         best = race.result
         alive = f"round {race.rounds} of the {race.phase}, {len(race.survivors)} of {total} alive"
@@ -81,19 +90,43 @@ class Progress:
         return (now - start) / (race.rounds - first) * max(most - race.rounds, 0)
 
     def _draw(self, text: str, left_s: float | None) -> None:
-        if self._status is None:
+        if self._status is None and self._speaker is None:
             return
-        from rich.markup import escape
-
         self._drawn = time.monotonic()
         spent = self._drawn - self._start
         limits = [left_s, None if self._budget_s is None else max(self._budget_s - spent, 0)]
         least = min((limit for limit in limits if limit is not None), default=None)
         left = "" if least is None else f", at most {least:.0f} s left"
-        self._status.update(escape(f"{self._name}: {text} ({spent:.0f} s{left})"))
+        line = f"{self._name}: {text} ({spent:.0f} s{left})"
+        if self._speaker is not None:
+            self._speaker.text = line
+        else:
+            from rich.markup import escape
+
+            self._status.update(escape(line))
+
+
+class Speaker:
+    """Prints the latest text to the standard error now and then, also while a compiler keeps everything waiting."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._over = threading.Event()
+
+    def start(self, text: str) -> None:
+        """Begins, with a first text."""
+        self.text = text
+        threading.Thread(target=self._speak, name="ejkernel-progress", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends; nothing is printed afterwards."""
+        self._over.set()
+
+    def _speak(self) -> None:
+        while not self._over.wait(_LINE_EVERY_S):
+            print(self.text, file=sys.stderr, flush=True)
 
 
 def _time(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return ""
-    return f" {1e3 * estimate.median_s:.4g} ms [{1e3 * estimate.low_s:.4g}, {1e3 * estimate.high_s:.4g}]"
+    measured = Measurement.of(estimate, "")
+    return "" if measured is None else f" {measured}"

@@ -175,13 +175,13 @@ class Race(Generic[Key]):
         surely = slower - robust.margin(ratios, rules.level) if tested else np.zeros_like(slower)
         for i, by, always, at_least in zip(ranked, slower, ratios.min(axis=0), surely, strict=True):
             if always > math.log(limit):
-                self._leave(i, "screened", f"{math.exp(by):.1f}x the best after {rounds} rounds")
+                self._leave(i, "screened", f"{math.exp(by):.1f} times as slow after {rounds} rounds")
             elif at_least > rules.tie:  # Whoever may be as good as the best may also win the tie.
-                self._leave(i, "raced out", f"{math.expm1(by):.2%} slower than the best after {rounds} rounds")
+                self._leave(i, "raced out", f"{math.expm1(by):.1%} slower after {rounds} rounds")
         if rounds in rules.halvings:
             still = [i for i in ranked if i in self._alive]
             for i in still[max(rules.keep, len(still) // 2) :]:
-                self._leave(i, "raced out", f"in the slower half after {rounds} rounds")
+                self._leave(i, "raced out", f"slower half after {rounds} rounds")
 
     def _heats_are_over(self) -> bool:
         rounds = len(self._heats)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import typing
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ejkernel.ops.config.context import same_cfg
 from ejkernel.ops.execution.cost import Cost
 from ejkernel.ops.execution.standings import Estimate, Ratio
 
-Status = Literal["winner", "finalist", "raced out", "screened", "unfinished", "failed", "wrong", "duplicate"]
+Status = Literal["winner", "finalist", "unfinished", "raced out", "screened", "duplicate", "wrong", "failed"]
+
+
+_BEST_FIRST = typing.get_args(Status)
+
+
+def rank(status: str) -> int:
+    """How far a candidate came, as a number; the winner has the smallest."""
+    return _BEST_FIRST.index(status) if status in _BEST_FIRST else len(_BEST_FIRST)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The time of one call: a median with the interval that holds it at 95 %, and the clock it was read from."""
+    """The time of one call: a median with the interval that holds it at 95 %, and the clock it was read from.
+
+    Fewer than six samples have no such interval: then `low_ms` and `high_ms` are None.
+    """
 
     median_ms: float
-    low_ms: float
-    high_ms: float
+    low_ms: float | None
+    high_ms: float | None
     samples: int
     timer: str
 
@@ -31,14 +43,14 @@ class Measurement:
             return None
         return cls(
             median_ms=1e3 * estimate.median_s,
-            low_ms=1e3 * estimate.low_s,
-            high_ms=1e3 * estimate.high_s,
+            low_ms=None if estimate.low_s is None else 1e3 * estimate.low_s,
+            high_ms=None if estimate.high_s is None else 1e3 * estimate.high_s,
             samples=estimate.n,
             timer=timer,
         )
 
     def __str__(self) -> str:
-        return f"{self.median_ms:.4g} ms [{self.low_ms:.4g}, {self.high_ms:.4g}]"
+        return time_text(self.median_ms, self.low_ms, self.high_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,7 @@ class Tuning:
       rounds: Rounds of the race.
       seconds: Time spent.
       cost: What the call costs at least, as far as it can be counted.
+      keywords: The static keywords of the call as its caller writes them, each as text.
       decided: Whether the race came to its end, though not every config need have taken part.
     """
 
@@ -78,11 +91,17 @@ class Tuning:
     rounds: int
     seconds: float
     cost: Cost | None = None
+    keywords: Mapping[str, str] = field(default_factory=dict)
     decided: bool = False
 
     def has_beaten(self, cfg: Any) -> bool:
         """Whether the winner was fairly compared with a config."""
         return self.decided and any(c.measurement is not None and same_cfg(c.cfg, cfg) for c in self.candidates)
+
+    def ranked(self) -> list[Candidate]:
+        """Every config: the winner, then by how far they came, then by time; of different rounds, times mislead."""
+        time = lambda c: float("inf") if c.measurement is None else c.measurement.median_ms
+        return sorted(self.candidates, key=lambda c: (rank(c.status), time(c)))
 
     def counts(self) -> dict[str, int]:
         """How many candidates ended in which way."""
@@ -97,6 +116,7 @@ class Tuning:
             "rounds": self.rounds,
             "seconds": round(self.seconds, 3),
             "cost": None if self.cost is None else asdict(self.cost),
+            "keywords": dict(self.keywords),
             "counts": self.counts(),
             "candidates": [_candidate(c) for c in self.candidates],
         }
@@ -117,6 +137,12 @@ class Tuning:
             f"  {c.status}: {c.cfg!r}: {_brief(c.reason)}" for c in self.candidates if c.status in ("failed", "wrong")
         ]
         return "\n".join(lines)
+
+
+def time_text(median_ms: float, low_ms: float | None, high_ms: float | None) -> str:
+    """A time in one line, with its interval if there is one: `1.23 ms [1.2, 1.25]`."""
+    interval = "" if low_ms is None or high_ms is None else f" [{low_ms:.4g}, {high_ms:.4g}]"
+    return f"{median_ms:.4g} ms{interval}"
 
 
 def _candidate(c: Candidate) -> dict[str, Any]:

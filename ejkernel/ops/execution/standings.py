@@ -15,20 +15,20 @@ Status = Literal["winner", "finalist", "raced out", "screened", "failed", "unfin
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A time per call in seconds, with the interval that holds its median at 95 %."""
+    """A time per call in seconds, with the interval that holds its median at 95 %; fewer than six samples have none."""
 
     median_s: float
     mad_s: float
     n: int
-    low_s: float
-    high_s: float
+    low_s: float | None
+    high_s: float | None
 
     @classmethod
     def of(cls, seconds: np.ndarray) -> Self | None:
         """Returns the estimate of some samples, None of none."""
         if not len(seconds):
             return None
-        low, high = robust.median_interval(seconds)
+        low, high = robust.median_interval(seconds) or (None, None)
         median = float(np.median(seconds))
         return cls(median_s=median, mad_s=robust.mad(seconds), n=len(seconds), low_s=low, high_s=high)
 

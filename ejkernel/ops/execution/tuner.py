@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from ejkernel.ops.execution.session import Effort, Session
 from ejkernel.ops.execution.session import TuningError as TuningError
 from ejkernel.ops.execution.timers import Timer
 from ejkernel.ops.execution.workers import run_outside
+from ejkernel.ops.utils.fingerprint import qualified_name
 from ejkernel.ops.utils.records import ConfigMismatchError
 
 Isolation = Literal["thread", "process"]
@@ -47,7 +49,7 @@ class Autotuner:
       cold: Time every call with its inputs out of the cache, for kernels bound by bandwidth.
       compile_s, run_s: How long compiling, and running once, may take.
       memory_bytes: The worker's limit with `"process"`; by default three quarters of what is available.
-      progress: Draw a bar; None draws on terminals only.
+      progress: Draw a bar; None draws on terminals, and elsewhere prints a line every 15 seconds; False does neither.
       seed: Of the order of measurements and of random candidates.
     """
 
@@ -142,7 +144,9 @@ class Autotuner:
             open_bench = lambda: RemoteBench(kernel, inv, self._options(), **limits)
         history = History(store, inv.key, source_of(kernel), aim="cold" if self.cold else "", limits=limits)
         stored = None if store is None else _stored(store, inv, kernel)
-        return Session(self.effort(), what, open_bench, history, stop, seeds, stored).run()
+        keywords = {name: _as_text(value) for name, value in kernel.describe_keywords(inv).items()}
+        tuning = Session(self.effort(), what, open_bench, history, stop, seeds, stored).run()
+        return replace(tuning, keywords=keywords)
 
     def bench(self, problem: Problem, **options: Any) -> Bench:
         """Where the candidates of a problem are measured in this process."""
@@ -160,6 +164,12 @@ class Autotuner:
             progress=self.progress,
             seed=self.seed,
         )
+
+
+def _as_text(value: Any) -> str:
+    """A keyword's value as its caller writes it: without addresses, and no longer than a line."""
+    named = callable(value) or isinstance(value, type)
+    return qualified_name(value) if named else reprlib.repr(value) if not isinstance(value, float) else repr(value)
 
 
 def _stored(store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:

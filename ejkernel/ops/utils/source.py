@@ -18,6 +18,8 @@ from typing import Any
 _FRAMEWORK = "ejkernel.ops."  # Its changes are told by the version of ejkernel.
 
 _Skip = tuple[str, ...]
+_ONLY_WORDS = ("describe_keywords",)
+"""Methods that say something about a call and change nothing about how it runs."""
 _hashes: weakref.WeakKeyDictionary[type, dict[_Skip, str | None]] = weakref.WeakKeyDictionary()
 _parsing = threading.Lock()
 """Two threads that parse at the same time make Python 3.11 raise SystemError ("recursion depth mismatch")."""
@@ -31,7 +33,7 @@ def source_hash(item: Any, *, skip: _Skip = ()) -> str | None:
     a prompt) the compiled code counts, which differs between Python versions. None if there is not even that.
     """
     cls = item if isinstance(item, type) else type(item)
-    known = _hashes.setdefault(cls, {})
+    known, skip = _hashes.setdefault(cls, {}), (*skip, *_ONLY_WORDS)
     if skip not in known:
         with _parsing:
             if skip not in known:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.ops import Autotuner
+from ejkernel.ops.execution import progress
 from tests.tuning_kernels import Doubling, call
 
 SCRIPT = """
@@ -67,6 +68,18 @@ def test_elsewhere_nothing_is_drawn_and_events_are_logged(capfd, caplog):
     text = caplog.text
     for part in ("tests.doubling: tuning", "compiled 3 of 3", "of 3 alive, best Work(", "tried 3: ", "winner Work("):
         assert part in text
+
+
+def test_elsewhere_a_line_is_printed_now_and_then(capfd, monkeypatch):
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    Autotuner(num_iters=100).tune(call(Doubling(), jnp.ones(256)), Doubling())
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "tests.doubling: compil" in err
+    assert re.search(r"^tests.doubling: round \d+ of the \w+, \d of 3 alive, best Work\(.*s left\)$", err, re.M), err
+    Autotuner(num_iters=100, progress=False).tune(call(Doubling(), jnp.ones(256)), Doubling())
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("level", [logging.WARNING])

@@ -85,7 +85,7 @@ def test_a_hopeless_candidate_runs_twice():
     assert standings["hopeless"].rounds == 2
     assert standings["hopeless"].status == "screened"
     assert standings["poor"].rounds == 4
-    assert "4.0x the best after 4 rounds" in standings["poor"].reason
+    assert "4.0 times as slow after 4 rounds" in standings["poor"].reason
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 5])

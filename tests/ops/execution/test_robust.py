@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from ejkernel.ops.execution import robust
+from ejkernel.ops.execution.report import Measurement
+from ejkernel.ops.execution.standings import Estimate
 
 # Two-sided quantiles of Student's t from printed tables.
 TABLE = {
@@ -32,6 +34,14 @@ def test_the_margin_covers_at_its_level(n):
     assert 0.93 <= covered.mean() <= 0.975
 
 
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_fewer_than_six_samples_have_no_interval(n):
+    assert robust.median_interval(np.arange(n)) is None
+    measured = Measurement.of(Estimate.of(np.arange(1.0, n + 1)), "wall")
+    assert (measured.low_ms, measured.high_ms, measured.samples) == (None, None, n)
+    assert str(measured) == f"{measured.median_ms:.4g} ms"
+
+
 @pytest.mark.parametrize("n", [6, 16, 64])
 def test_the_median_interval_covers_for_skewed_samples(n):
     x = np.random.default_rng(n).exponential(1, (3000, n))
@@ -40,6 +50,5 @@ def test_the_median_interval_covers_for_skewed_samples(n):
     assert covered.mean() >= 0.94
 
 
-def test_few_samples_have_no_margin_and_their_range_as_interval():
+def test_few_samples_have_no_margin():
     assert np.isinf(robust.margin(np.ones((3, 2)), 0.95)).all()
-    assert robust.median_interval(np.array([3.0, 1.0, 2.0])) == (1.0, 3.0)
