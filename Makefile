@@ -4,7 +4,10 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test suite test-all lint docs walk-through dist bench lock clean
+.PHONY: help demo test suite test-all lint docs walk-through dist bench lock clean
+
+help:  ## This list.
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(RUNS)  ## Tune flash attention on this machine's device and print what became of every candidate.
 	$(BIN)/python examples/demo.py
@@ -45,7 +48,7 @@ lock: $(STAMP)  ## Resolve the pinned versions anew.
 	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --group dev --extra remote --no-annotate --no-header pyproject.toml -o requirements.lock
 
-clean:
+clean:  ## Remove the environments and everything that was built.
 	rm -rf $(VENV) .venv-* build dist site
 
 # What ejkernel needs to run, at the pinned versions; the build backend comes first, so that nothing else is fetched.

@@ -1,5 +1,6 @@
-"""What building the docs adds: the figures of `benchmarks/results` as pages, and pages that the navigation forgot."""
+"""What building the docs adds: pages of `benchmarks/results`, pages that the navigation forgot, a table of errors."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -29,7 +30,20 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links to files of the repository become links to the pages made of them."""
+    """Links to files of the repository become links to the pages made of them; a mark becomes the table of errors."""
+    markdown = markdown.replace("<!-- the table of errors -->", error_table())
     up = "../" * page.file.src_path.count("/")
     markdown = re.sub(r"\]\((?:\.\./)+benchmarks/results/?\)", f"]({up}results/index.md)", markdown)
     return re.sub(r"\]\((?:\.\./)+benchmarks/results/", f"]({up}results/", markdown)
+
+
+def error_table():
+    """Every error and warning with what it means and what else it is."""
+    from ejkernel import errors
+
+    rows = ["| name | also a | meaning |", "|---|---|---|"]
+    for name in ["EjkernelError", *sorted(errors._HOME_OF)]:
+        error = getattr(errors, name)
+        bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__ if base is not errors.EjkernelError)
+        rows.append(f"| `{name}` | {bases} | {inspect.getdoc(error).splitlines()[0]} |")
+    return "\n".join(rows)

@@ -3,9 +3,10 @@
     python scripts/run_page.py docs/tutorial.md [DIRECTORY] [--set-up]
 
 - `python`: run in one process, one block after the other. A block whose first line is `# name.py` is that file.
-- `console`: lines that begin with `$ ` are commands, in one shell session; what follows is what they print. Numbers and
-  hashes may differ; a line `...` stands for any lines, and inside a line for any text. The exit code is 0, or the one
-  in the command's comment: `$ false  # exit code 1`.
+- `console`: lines that begin with `$ ` are commands, in one shell session; what follows is what they print. Hashes and
+  numbers with a decimal point may differ; other numbers may not, unless the line before the block is
+  `<!-- numbers differ -->`. A line `...` stands for any lines, and inside a line for any text. The exit code is 0, or
+  the one in the command's comment: `$ false  # exit code 1`.
 - `toml`, `yaml`, `json`: must be well-formed.
 
 Commands that set up an environment (`git clone`, `pip install`, `make ...`) run only with `--set-up`; otherwise `make`
@@ -24,10 +25,13 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_BLOCK = re.compile(r"^```([a-z]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_NUMBER = re.compile(r"\b[0-9a-f]{16}\b|\d+(\.\d+)?(e[+-]?\d+)?")
+_DIFFER = "<!-- numbers differ -->\n"
+_BLOCK = re.compile(rf"^({_DIFFER})?```([a-z]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_HASH, _DECIMAL, _INTEGER = r"\b[0-9a-f]{16}\b", r"\d+(?:\.\d+)+(?:e[+-]?\d+)?", r"\d+"
+_TOKEN = re.compile(rf"(?P<any>\.\.\.)|(?P<hash>{_HASH})|(?P<decimal>{_DECIMAL})|(?P<integer>{_INTEGER})")
+_PATTERNS = {"any": ".*", "hash": _HASH, "decimal": rf"(?:{_DECIMAL}|{_INTEGER}(?:e[+-]?\d+)?)"}
 _EXIT_CODE = re.compile(r"\s*# exit code (\d+)$")
-_SETS_UP = ("git clone", "cd ", "pip ", "make ", "python -m venv", "python3 -m venv", "source ", ".venv/bin/pip")
+_SETS_UP = ("git clone", "cd ", "pip ", "make ", "python -m venv", "python3 -m venv", "source ", ".venv")
 
 
 _SHELL = """state=${{PAGE_SHELL:-/dev/null}}; [ -f "$state" ] && . "$state"
@@ -51,7 +55,7 @@ def run_page(page, folder, set_up=False, skip=()):
     script = ["from run_page import run_command as _run"]
     os.chdir(folder)
     os.environ["PAGE_SHELL"] = str(folder / ".shell")
-    for language, text in _BLOCK.findall(page.read_text()):
+    for differ, language, text in _BLOCK.findall(page.read_text()):
         # A page may name a directory of the reader's; here it is one of the run's.
         text = text if set_up else text.replace("/tmp/", f"{folder}/")
         if language == "python" and (file := re.match(r"# (\w+\.py)\n", text)):
@@ -60,7 +64,8 @@ def run_page(page, folder, set_up=False, skip=()):
             script.append(text)
         elif language == "console":
             told = [(command, expected) for command, expected in commands(text) if not command.startswith(tuple(skip))]
-            script += [f"_run({command!r}, {expected!r}, {set_up!r})" for command, expected in told]
+            exact = not differ
+            script += [f"_run({command!r}, {expected!r}, {set_up!r}, {exact!r})" for command, expected in told]
         else:
             check_data(language, text)
     (folder / "whole_page.py").write_text("\n".join(script))
@@ -92,7 +97,7 @@ def commands(text):
     return found
 
 
-def run_command(command, expected, set_up):
+def run_command(command, expected, set_up, exact=True):
     code = int(found[1]) if (found := _EXIT_CODE.search(command)) else 0
     command = re.sub(r"\s+#.*$", "", command)
     if command.startswith(_SETS_UP) and not set_up:
@@ -106,23 +111,30 @@ def run_command(command, expected, set_up):
         raise PageError(f"{command}: exit code {done.returncode}, the page says {code}\n{done.stderr}")
     # Of a command that works, what it logs beside its output is not what the page is about.
     printed = done.stdout if code == 0 else done.stdout + done.stderr
-    if expected and not matches(expected, printed.splitlines()):
+    if expected and not matches(expected, printed.splitlines(), exact):
         raise PageError(f"{command}: printed\n{printed}\nthe page says\n" + "\n".join(expected))
 
 
-def matches(expected, got):
-    """Whether lines are as expected, numbers and blanks aside; `...` stands for any number of lines."""
+def matches(expected, got, exact=True):
+    """Whether lines are as expected, measured numbers and blanks aside; `...` stands for any number of lines."""
     if not expected:
         return not [line for line in got if line.strip()]
     first, *rest = expected
     if first.strip() == "...":
-        return any(matches(rest, got[skip:]) for skip in range(len(got) + 1))
-    wanted = ".*".join(re.escape(part) for part in plain(first).split("..."))
-    return bool(got) and re.fullmatch(wanted, plain(got[0])) is not None and matches(rest, got[1:])
+        return any(matches(rest, got[skip:], exact) for skip in range(len(got) + 1))
+    if not got or re.fullmatch(pattern(first, exact), " ".join(got[0].split())) is None:
+        return False
+    return matches(rest, got[1:], exact)
 
 
-def plain(line):
-    return " ".join(_NUMBER.sub("#", line).split())
+def pattern(line, exact):
+    """What a line of a page stands for: only numbers that count something are as they are."""
+    parts, end, line = [], 0, " ".join(line.split())
+    for token in _TOKEN.finditer(line):
+        kind = "decimal" if token.lastgroup == "integer" and not exact else token.lastgroup
+        parts += [re.escape(line[end : token.start()]), _PATTERNS.get(kind, token[0])]
+        end = token.end()
+    return "".join(parts) + re.escape(line[end:])
 
 
 def check_set_up(command):

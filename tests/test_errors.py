@@ -37,7 +37,7 @@ def test_every_error_and_warning_is_importable_from_one_place():
 
 
 def test_name_that_does_not_exist_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'ejkernel.errors' has no attribute 'NoSuchError'"):
+    with pytest.raises(AttributeError, match="has no attribute 'NoSuchError'"):
         errors.NoSuchError  # noqa: B018
 
 

@@ -27,7 +27,7 @@ def root(
 ) -> None:
     """Operations that find, prove and remember their fastest configuration.
 
-    Exit codes: 0 for yes, 1 for no (different, wrong, not found), 2 for an error, told in one line.
+    Exit codes: 0 for yes, 1 for no (different, wrong, not found), 2 for an error.
     """
     if version:
         print(f"ejkernel {ejkernel.__version__}")
