@@ -3,14 +3,21 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
+from ejkernel.modules import FlashAttentionConfig
+from ejkernel.ops import FwdParams, Measurement
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.execution import racing
+from ejkernel.ops.execution.report import Candidate, Tuning
+from ejkernel.ops.execution.standings import Estimate
 from ejkernel.ops.utils import env
 from scripts.run_page import PageError, commands, matches, run_command
 
@@ -39,6 +46,25 @@ def test_example_runs(script):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_demo_marks_the_guess_and_says_what_became_of_each(capsys):
+    demo = runpy.run_path(str(ROOT / "examples/demo.py"))
+    cfg = lambda block: FlashAttentionConfig(FwdParams(q_blocksize=block, kv_blocksize=64), None, "xla")
+    measured = lambda ms, n: Measurement.of(Estimate.of(np.full(n, 1e-3 * ms)), "wall")
+    candidates = (
+        Candidate(cfg=cfg(32), status="screened", reason="12 times as slow", measurement=measured(9.99, 2)),
+        Candidate(cfg=cfg(64), status="finalist", measurement=measured(12.5, 16), guess=True),
+        Candidate(cfg=cfg(128), status="winner", measurement=measured(11.8, 16)),
+    )
+    facts = {"measurement": None, "speedup": None, "timer": "wall", "rounds": 2, "seconds": 1.0}
+    Console(width=100).print(demo["table"](Tuning(cfg=cfg(128), complete=True, candidates=candidates, **facts)))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [
+        "xla 128 x 64 11.8 11.8 to 11.8 winner",
+        "xla 64 x 64, guess 12.5 12.5 to 12.5 finalist",
+        "xla 32 x 64 9.99 - 12 times as slow",
+    ]
 
 
 def test_reference_has_every_public_name():

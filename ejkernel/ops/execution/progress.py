@@ -32,7 +32,7 @@ class Progress:
     def __init__(self, name: str, budget_s: float | None, show: bool | None = None) -> None:
         self._name = name
         self._budget_s = budget_s
-        self._show = sys.stderr.isatty() if show is None else show
+        self._show = _is_terminal() if show is None else show
         self._speaker = Speaker() if show is None and not self._show else None
         self._start = time.monotonic()
         self._race_start = (0.0, 0)
@@ -90,8 +90,6 @@ class Progress:
         return (now - start) / (race.rounds - first) * max(most - race.rounds, 0)
 
     def _draw(self, text: str, left_s: float | None) -> None:
-        if self._status is None and self._speaker is None:
-            return
         self._drawn = time.monotonic()
         spent = self._drawn - self._start
         limits = [left_s, None if self._budget_s is None else max(self._budget_s - spent, 0)]
@@ -100,10 +98,15 @@ class Progress:
         line = f"{self._name}: {text} ({spent:.0f} s{left})"
         if self._speaker is not None:
             self._speaker.text = line
-        else:
+        if self._status is not None:
             from rich.markup import escape
 
             self._status.update(escape(line))
+
+
+def _is_terminal() -> bool:
+    """Whether somebody watches; a program without a console has no standard error at all, or a closed one."""
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
 
 
 class Speaker:
@@ -113,18 +116,26 @@ class Speaker:
         self.text = ""
         self._over = threading.Event()
 
+        self._thread = threading.Thread(target=self._speak, name="ejkernel-progress", daemon=True)
+
     def start(self, text: str) -> None:
         """Begins, with a first text."""
         self.text = text
-        threading.Thread(target=self._speak, name="ejkernel-progress", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Ends; nothing is printed afterwards."""
+        """Ends; nothing is printed afterwards, unless printing itself hangs."""
         self._over.set()
+        self._thread.join(timeout=1)
 
     def _speak(self) -> None:
         while not self._over.wait(_LINE_EVERY_S):
-            print(self.text, file=sys.stderr, flush=True)
+            try:
+                if sys.stderr is not None:
+                    print(self.text, file=sys.stderr, flush=True)
+            except (OSError, ValueError) as error:  # Nobody reads it, or it was closed: no reason to stop measuring.
+                logger.info("progress is no longer printed: %s", error)
+                return
 
 
 def _time(estimate: Estimate | None) -> str:

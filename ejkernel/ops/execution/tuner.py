@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import reprlib
+import enum
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from ejkernel.ops.utils.fingerprint import qualified_name
 from ejkernel.ops.utils.records import ConfigMismatchError
 
 Isolation = Literal["thread", "process"]
+_LONGEST = 60
 
 
 class TunerSettingError(EjkernelError, ValueError):
@@ -168,8 +170,10 @@ class Autotuner:
 
 def _as_text(value: Any) -> str:
     """A keyword's value as its caller writes it: without addresses, and no longer than a line."""
-    named = callable(value) or isinstance(value, type)
-    return qualified_name(value) if named else reprlib.repr(value) if not isinstance(value, float) else repr(value)
+    if hasattr(value, "__qualname__"):
+        return qualified_name(value)
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(value) if isinstance(value, enum.Enum) else repr(value))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _stored(store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:

@@ -1,5 +1,6 @@
 """A bar on terminals, and log lines elsewhere."""
 
+import io
 import logging
 import os
 import pty
@@ -80,6 +81,20 @@ def test_elsewhere_a_line_is_printed_now_and_then(capfd, monkeypatch):
     assert re.search(r"^tests.doubling: round \d+ of the \w+, \d of 3 alive, best Work\(.*s left\)$", err, re.M), err
     Autotuner(num_iters=100, progress=False).tune(call(Doubling(), jnp.ones(256)), Doubling())
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_without_a_standard_error_a_tuning_goes_on(monkeypatch, closed):
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.001)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream if closed else None)
+    speaker = progress.Speaker()
+    speaker.start("text")
+    stream.close()
+    speaker.stop()
+    assert not speaker._thread.is_alive()
+    with progress.Progress("op", None) as shown:
+        shown.building(1, 2)
 
 
 @pytest.mark.parametrize("level", [logging.WARNING])

@@ -1,6 +1,7 @@
 """Which candidates may win, how a tuning ends early, and that nothing is measured twice."""
 
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -15,6 +16,7 @@ from ejkernel.ops import (
     Autotuner,
     ConfigSelectorChain,
     Executor,
+    Invocation,
     Kernel,
     PersistentCache,
     autotune,
@@ -855,3 +857,15 @@ def test_autotune_of_functions_needs_candidates_and_threads():
         QUIET.autotune(lambda cfg: lambda x: x, (X,), {}, [])
     with pytest.raises(TunerSettingError, match="cannot be sent to a worker"):
         Autotuner(isolation="process").autotune(lambda cfg: lambda x: x, (X,), {}, [1])
+
+
+def test_keywords_of_a_call_are_kept_as_text():
+    class Keyed(Doubling):
+        def run(self, x, *, cfg, **kwargs):
+            return super().run(x, cfg=cfg)
+
+    given = {"flag": True, "word": "a", "fn": max, "part": functools.partial(max, 1), "none": None, "y": jnp.ones(2)}
+    inv = Invocation(kernel=Keyed(), args=(jnp.ones(64),), kwargs=given)
+    kept = Autotuner(max_candidates=1).tune(inv, Keyed()).statistics()["keywords"]
+    part = "functools.partial(<built-in function max>, 1)"
+    assert kept == {"flag": "True", "word": "'a'", "fn": "builtins.max", "part": part}
