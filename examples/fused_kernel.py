@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops import Autotuner, Executor, Kernel, autotune_lowered, benchmark, default_executor
+from ejkernel.ops import (
+    Autotuner,
+    ConfigSelectorChain,
+    Executor,
+    Kernel,
+    autotune_lowered,
+    benchmark,
+    default_executor,
+)
 
 TOKENS, WIDTH, VOCABULARY = 512, 128, 4096
 
@@ -86,7 +94,7 @@ def guessed(x, w, labels):
 
 
 KERNEL = LinearCrossEntropy("linear_cross_entropy")
-UNTUNED = Executor()  # It has no store, so it guesses.
+UNTUNED = Executor(ConfigSelectorChain(autotune=False))  # It has no store, so it guesses.
 
 
 def main():

@@ -36,8 +36,10 @@ def clean_state(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "ejkernel-store"))
     from ejkernel.ops import registry, set_default_executor
+    from ejkernel.ops.config import kinds
 
     registry.clear()
+    kinds.forget_owners()
     set_default_executor(None)
     yield
     set_default_executor(None)

@@ -16,11 +16,12 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
 from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, source_of
 from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.kinds import ConfigClassWarning, check_explicit, is_redefined, is_renamed, misfit, note_owner
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.utils.fingerprint import current_device
+from ejkernel.ops.utils.fingerprint import current_device, qualified_name
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.agreement import Agreement, Question
@@ -81,12 +82,6 @@ class Selection(NamedTuple):
 
 
 OnEvent = Callable[..., None]
-
-
-def _is_redefined(cls: type, wanted: Any) -> bool:
-    """Whether `cls` is what a notebook's cell or a reloaded module had in the place where `wanted` is now."""
-    place = lambda x: (x.__module__, x.__qualname__)
-    return isinstance(wanted, type) and cls is not wanted and place(cls) == place(wanted)
 
 
 def make_tuner(tuner: Tuner | None) -> Any:
@@ -156,8 +151,12 @@ class ConfigSelectorChain:
         self.tuner = tuner
         self.persist_autotune = persist_autotune
         self.on_event = on_event
-        self._policy = policy or AutotunePolicy(autotune=autotune or "off")  # pyright: ignore[reportArgumentType]
+        if policy is None:
+            # What CI freezes is frozen, whoever made the selector; an explicit setting alone is stronger.
+            policy = AutotunePolicy.from_environment() if autotune is None else AutotunePolicy(autotune=autotune)  # pyright: ignore[reportArgumentType]
+        self._policy = policy
         self._flights = _Flights()
+        self._told: set[tuple[str, str]] = set()
 
     @property
     def policy(self) -> AutotunePolicy:
@@ -172,6 +171,7 @@ class ConfigSelectorChain:
 
     def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """The config to run `inv` with."""
+        note_owner(kernel)
         tiers = list(self._served())
         for _, served in tiers:
             served.ask(inv.key)
@@ -210,7 +210,7 @@ class ConfigSelectorChain:
         policy = effective_policy(self)
         agreement = agreement_here() if policy.agree else None
         tiers: list[Tier] = []
-        for tier in self._local(inv) if agreement is not None else self._all_stored(inv, kernel, policy):
+        for tier in self._local(inv, kernel) if agreement is not None else self._all_stored(inv, kernel, policy):
             tiers.append(tier)
             if tier.cfg is not None:
                 return Selection(inv, tier.cfg, tier.name, tuple(tiers), policy)
@@ -241,7 +241,7 @@ class ConfigSelectorChain:
     def explain(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """Like `select`, but asks every tier and never tunes or raises on a miss."""
         policy = effective_policy(self)
-        tiers = [*self._local(inv), *self._agreed(inv, policy), *self.stored(inv, kernel, policy)]
+        tiers = [*self._local(inv, kernel), *self._agreed(inv, policy), *self.stored(inv, kernel, policy)]
         if policy.autotune == "on":
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
         elif policy.autotune != "frozen":
@@ -272,16 +272,18 @@ class ConfigSelectorChain:
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
     ) -> Iterator[Tier]:
         """The tiers that hold configs, in order; lazily, because a disk may stand behind one."""
-        yield from self._local(inv)
+        yield from self._local(inv, kernel)
         yield from self.stored(inv, kernel, policy)
 
-    def _local(self, inv: Invocation[Any, Any]) -> Iterator[Tier]:
+    def _local(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[Tier]:
         """The tiers that belong to the program, which is the same in all processes."""
         if inv.override_cfg is not None:
+            check_explicit(inv, kernel, inv.override_cfg)
             yield Tier("explicit", inv.override_cfg)
         overlays = context.current_scope().overlays
         for depth, overlay in enumerate(reversed(overlays)):
-            yield Tier("overlay", overlay.source.get(*inv.key), f"depth {len(overlays) - depth}")
+            tier = Tier("overlay", overlay.source.get(*inv.key), f"depth {len(overlays) - depth}")
+            yield self._fitting(tier, inv, kernel)
 
     def stored(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
         """The tiers that belong to this process."""
@@ -290,10 +292,30 @@ class ConfigSelectorChain:
             yield self._persistent_tier(self.persistent, inv, kernel, policy)
 
     def _memory_tier(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Tier:
-        cfg, wanted = self.cache.get(*inv.key), kernel.cfg_type
-        if cfg is not None and _is_redefined(type(cfg), wanted):
-            return Tier("memory", None, f"{wanted.__qualname__} was defined anew since")
-        return Tier("memory", cfg)
+        return self._fitting(Tier("memory", self.cache.get(*inv.key)), inv, kernel)
+
+    def _fitting(self, tier: Tier, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], stored_as: str = "") -> Tier:
+        """A tier as it is, or empty if its config is of another class than the kernel's."""
+        if tier.cfg is None:
+            return tier
+        cls, wanted = type(tier.cfg), kernel.cfg_type
+        if is_redefined(cls, wanted):
+            return Tier(tier.name, None, f"{wanted.__qualname__} was defined anew since")
+        wanted = misfit(inv, kernel, tier.cfg)
+        if wanted is None and stored_as and not is_renamed(stored_as, cls):
+            wanted = qualified_name(cls)
+        if wanted is None:
+            return tier
+        found = stored_as.replace(":", ".") or qualified_name(cls)
+        if (found, inv.op_id) not in self._told:
+            self._told.add((found, inv.op_id))
+            text = (
+                f"{inv.op_id}: what {tier.name} holds for call {inv.call_key} is a {found}, and "
+                f"{qualified_name(type(source_of(kernel)))} takes a {wanted}. It counts as absent. If two kernels share "
+                "this op id, give one of them another name."
+            )
+            warnings.warn(text, ConfigClassWarning, stacklevel=2)
+        return Tier(tier.name, None, f"a {found}, not a {wanted}")
 
     def _persistent_tier(
         self, store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
@@ -305,7 +327,8 @@ class ConfigSelectorChain:
             return Tier("persistent", None, f"stale: {entry.stale}")
         if entry.has_other_source and not is_candidate(inv, kernel, entry.cfg):
             return Tier("persistent", None, f"{entry.cfg!r} is no candidate any more: {entry.stale}")
-        return Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
+        tier = Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
+        return self._fitting(tier, inv, kernel, entry.cfg_data["type"])
 
     def _transferred(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
         """The config of the nearest tuned shape, if the kernel accepts it for this one.
@@ -395,6 +418,7 @@ class ConfigSelectorChain:
 
         Of `configs`, if given, the winner is not stored: the kernel may never list it.
         """
+        note_owner(kernel)
         agreement = agreement_here() if effective_policy(self).agree else None
         if agreement is not None:
             return self.joint.tune(agreement, inv, kernel, tuner, configs)

@@ -100,7 +100,7 @@ class Executor:
             raise ChooserError(f"Executor: a chooser needs choose(inv, kernel), got {type(chooser).__name__}.")
         if not stamp_prefix:
             raise ChooserError("Executor: stamp_prefix must not be empty; EJKERNEL_OPS_STAMP=none leaves labels out.")
-        self.chooser: ConfigChooser = chooser if chooser is not None else ConfigSelectorChain()
+        self.chooser: ConfigChooser = chooser if chooser is not None else _default_selector()
         self._pipeline = Pipeline(self.chooser, stamp_prefix)
         self._shared: dict[Hashable, _Table] = {}
         self._own: weakref.WeakKeyDictionary[_Token, _Table] = weakref.WeakKeyDictionary()
@@ -391,11 +391,15 @@ def default_executor() -> Executor:
     if _default is None:
         with _default_lock:
             if _default is None:
-                from ejkernel.ops.config.persistent import PersistentCache
-
-                policy = AutotunePolicy.from_environment()
-                _default = Executor(ConfigSelectorChain(persistent=PersistentCache(), policy=policy))
+                _default = Executor()
     return _default
+
+
+def _default_selector() -> ConfigSelectorChain:
+    """Memory, the default store with its packs, and the policy of the environment."""
+    from ejkernel.ops.config.persistent import PersistentCache
+
+    return ConfigSelectorChain(persistent=PersistentCache())
 
 
 def call_by_default(kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Any:

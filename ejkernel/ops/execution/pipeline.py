@@ -14,6 +14,7 @@ from jax.core import Tracer
 from ejkernel import _compat
 from ejkernel.ops import registry
 from ejkernel.ops.config.asking import heuristic
+from ejkernel.ops.config.kinds import check_explicit
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
@@ -136,6 +137,8 @@ class Pipeline:
         """The implementations that may serve `inv`, best first; `reasons` collects why the others may not."""
         kernel, explicit = inv.kernel, inv.override_cfg
         assert kernel is not None
+        if explicit is not None:
+            check_explicit(inv, kernel, explicit)
         if (forced := dispatch.forced_platform(kernel, explicit)) is not None:
             yield from self._forced(inv, forced, explicit, reasons)
             return

@@ -3,7 +3,10 @@
 import gc
 import threading
 import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,8 @@ from ejkernel.ops import (
     overlay_cache,
     policy_override,
 )
+from ejkernel.ops.config import entry as entries
+from ejkernel.ops.config.kinds import ConfigClassWarning, misfit
 from ejkernel.ops.config.persistent import StoreWarning
 from ejkernel.ops.config.policy import PolicyError
 from ejkernel.ops.config.selection import ConfigNotFoundError
@@ -265,6 +270,24 @@ def test_bools_are_shorthand():
     assert ConfigSelectorChain(cache=ConfigCache()).policy == AutotunePolicy(autotune=False)
 
 
+@pytest.mark.parametrize("make", [Executor, lambda: Executor(ConfigSelectorChain(ConfigCache()))], ids=["", "chain"])
+def test_environment_sets_the_policy_where_nobody_else_does(make, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "frozen")
+    with pytest.raises(ConfigNotFoundError):
+        make()(Counting(), X)
+    for chain in (ConfigSelectorChain(autotune=False), ConfigSelectorChain(policy=AutotunePolicy())):
+        np.testing.assert_array_equal(Executor(chain)(Counting(), X), X)
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "sometimes")
+    with pytest.raises(EjkernelError, match="'sometimes' is not one of"):
+        make()
+
+
+def test_executor_without_a_selector_has_the_tiers_of_the_default_one():
+    key = Executor().explain(Counting(), X).key
+    PersistentCache().put(*key, Scale(3))
+    np.testing.assert_array_equal(Executor()(Counting(), X), 3 * X)
+
+
 def test_environment_sets_the_default_executors_policy(monkeypatch):
     from ejkernel.errors import EjkernelError
     from ejkernel.ops import default_executor, set_default_executor
@@ -458,12 +481,151 @@ def test_config_of_a_class_that_was_defined_anew_is_not_served():
     assert "Cfg was defined anew since" in str(executor.explain(second, X))
 
 
+class Rows(NamedTuple):
+    warps: int = 4
+
+
+class Stranger(Kernel[Rows, jax.Array]):
+    """Another library's kernel of the same name."""
+
+    def run(self, x, *, cfg):
+        return x * cfg.warps
+
+    def heuristic_cfg(self, inv):
+        return Rows()
+
+
+def put_in_memory(executor, key, cfg):
+    executor.chooser.cache.put(*key, cfg)
+    return nullcontext()
+
+
+def put_on_disk(executor, key, cfg):
+    executor.chooser.persistent.put(*key, cfg)
+    return nullcontext()
+
+
+PLACES = {
+    "overlay": lambda executor, key, cfg: overlay_cache({key: cfg}),
+    "memory": put_in_memory,
+    "persistent": put_on_disk,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("untyped", [False, True], ids=["typed", "untyped"])
+def test_config_of_another_class_counts_as_absent(place, untyped, tmp_path):
+    executor, kernel = new_executor(persistent=PersistentCache(tmp_path)), Stranger("counting")
+    if untyped:
+        kernel.__class__ = type("Untyped", (Stranger,), {"cfg_type": None})
+    key = executor.explain(kernel, X).key
+    with PLACES[place](executor, key, Scale(3)):
+        pattern = r"Scale.*Rows.*(counts as absent|another name)"
+        if place == "persistent" and not untyped:
+            expected = pytest.warns(StoreWarning, match=r"Rows.*absent")  # Its fields do not even fit.
+        else:
+            expected = pytest.warns(ConfigClassWarning, match=pattern)
+        with expected:
+            np.testing.assert_array_equal(executor(kernel, X), 4 * X)
+        np.testing.assert_array_equal(jax.jit(lambda x: executor(kernel, x))(X), 4 * X)
+        assert executor.explain(kernel, X).tier == "heuristic"
+
+
+@dataclass(frozen=True)
+class OtherScale:
+    """The same fields as `Scale`: on disk only the name of the class tells them apart."""
+
+    factor: int = 1
+
+
+@pytest.mark.parametrize("name", ["tests.support:Scale", "elsewhere.kernels:Scale"], ids=["loaded", "not loaded"])
+def test_stored_config_of_another_class_with_equal_fields_counts_as_absent(name, tmp_path):
+    class Twin(Stranger):
+        cfg_type = OtherScale
+
+        def run(self, x, *, cfg):
+            return x * cfg.factor
+
+        def heuristic_cfg(self, inv):
+            return OtherScale()
+
+    store = PersistentCache(tmp_path)
+    executor, kernel = new_executor(persistent=store), Twin("counting")
+    entry = entries.make(executor.explain(kernel, X).key, Scale(3))
+    store.add(replace(entry, cfg_data={**entry.cfg_data, "type": name}, _typed={}))
+    with pytest.warns(ConfigClassWarning, match=rf"{name.replace(':', '.')}.*takes a .*OtherScale"):
+        np.testing.assert_array_equal(executor(kernel, X), X)
+    # One that was renamed in its own package is still the kernel's own.
+    own = f"{OtherScale.__module__.partition('.')[0]}.before:Scale"
+    PersistentCache(tmp_path).add(replace(entry, cfg_data={**entry.cfg_data, "type": own}, _typed={}))
+    np.testing.assert_array_equal(new_executor(persistent=store)(kernel, X), 3 * X)
+
+
+def test_two_kernels_with_one_op_id_are_told_of():
+    executor = new_executor()
+    executor(Counting(), X)
+    with pytest.warns(ConfigClassWarning, match=r"counting: .*Stranger and .*Counting are two kernels with one op id"):
+        executor(Stranger("counting"), X)
+    executor(Stranger("another"), X)
+
+
+def test_variants_of_one_kernel_may_share_its_op_id():
+    executor = new_executor()
+    for cls in (Counting, type("Variant", (Counting,), {}), type("Sibling", (Counting,), {})):
+        np.testing.assert_array_equal(executor(cls(), X), X)
+
+
+@pytest.mark.parametrize("call", [Executor.__call__, Executor.choose_config, Executor.explain, Executor.compile])
+@pytest.mark.parametrize("cfg", [Rows(3), 128, {"factor": 3}, Scale], ids=["class", "number", "dict", "type"])
+def test_explicit_config_of_another_class_is_refused(call, cfg):
+    with pytest.raises(EjkernelError, match=r"counting: cfg must be a tests\.support\.Scale, got "):
+        call(new_executor(), Counting(), X, cfg=cfg)
+
+
+HINTS = [
+    (dict[str, int], {"a": 1}, [1]),
+    (Mapping[str, int], {"a": 1}, [1]),
+    (int | str, "a", 1.5),
+    (float, 1, "a"),
+    (Annotated[int, "warps"], 1, "a"),
+]
+
+
+@pytest.mark.parametrize(("hint", "fits", "other"), HINTS, ids=lambda x: str(x))
+def test_config_is_held_to_any_type_that_can_be_checked(hint, fits, other):
+    class Hinted(Kernel):
+        cfg_type = hint
+
+        def run(self, x, *, cfg):
+            return x
+
+    inv = Invocation(kernel=Hinted("hinted"), args=(X,))
+    assert misfit(inv, inv.kernel, fits) is None
+    assert misfit(inv, inv.kernel, other) is not None
+
+
+@pytest.mark.parametrize("hint", [None, Any, Literal["a"], TypeVar("T"), object], ids=str)
+def test_kernel_that_says_nothing_about_its_configs_takes_any(hint):
+    class Silent(Kernel):
+        cfg_type = hint
+
+        def run(self, x, *, cfg):
+            return cfg * x
+
+    executor, kernel = new_executor(), Silent("silent")
+    np.testing.assert_array_equal(executor(kernel, X, cfg=3), 3 * X)
+
+
 def test_config_that_is_changed_in_place_and_put_again_reaches_jitted_functions():
     @dataclass
     class Mutable:
-        factor: int
+        factor: int = 1
 
-    executor, kernel = new_executor(), Counting()
+    class Guessing(Counting):
+        def heuristic_cfg(self, inv):
+            return Mutable()
+
+    executor, kernel = new_executor(), Guessing()
     key, cfg = executor.explain(kernel, X).key, Mutable(2)
     executor.chooser.cache.put(*key, cfg)
     np.testing.assert_array_equal(executor(kernel, X), 2 * X)
@@ -499,7 +661,11 @@ def test_config_may_hold_what_cannot_be_copied(part):
         part: object
         factor: int = 3
 
-    executor, kernel = new_executor(), Counting()
+    class Guessing(Counting):
+        def heuristic_cfg(self, inv):
+            return Holding(None)
+
+    executor, kernel = new_executor(), Guessing()
     executor.chooser.cache.put(*executor.explain(kernel, X).key, Holding(part))
     np.testing.assert_array_equal(executor(kernel, X), 3 * X)
     np.testing.assert_array_equal(jax.jit(lambda x: executor(kernel, x))(X), 3 * X)

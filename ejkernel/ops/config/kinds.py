@@ -1,0 +1,138 @@
+"""Kinds of configs: which class a kernel takes, and which kernel an op id stands for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import types
+import typing
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.config.asking import candidates, heuristic, source_of
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils import classes
+from ejkernel.ops.utils.fingerprint import qualified_name
+
+_LISTED = 4096
+"""Candidates that are looked at for their class."""
+
+_owners: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class ConfigClassError(EjkernelError, TypeError):
+    """A call was given a config of another class than its kernel takes."""
+
+
+class ConfigClassWarning(UserWarning):
+    """A config of another class than the kernel's was found for a call, or two kernels share one op id."""
+
+
+def check_explicit(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> None:
+    """Refuses a config that was given to a call and is of another class than the kernel's.
+
+    Raises:
+      ConfigClassError: It is.
+    """
+    if (wanted := misfit(inv, kernel, cfg)) is not None:
+        raise ConfigClassError(
+            f"{inv.op_id}: cfg must be a {wanted}, got {cfg!r:.200} of class {qualified_name(type(cfg))}."
+        )
+
+
+def misfit(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str | None:
+    """What the kernel takes, in words, if `cfg` is of another class; None if it fits, or nobody can tell.
+
+    A kernel says it with the type argument of `Kernel[Cfg, Out]`, with its guess, and with its candidates.
+    """
+    declared = _classes(kernel.cfg_type)
+    if isinstance(cfg, declared):
+        return None
+    shown = list(_shown(inv, kernel))
+    if any(isinstance(cfg, kind) for kind in shown):
+        return None
+    return " or ".join(dict.fromkeys(map(qualified_name, (*declared, *shown)))) or None
+
+
+def _shown(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[type]:
+    """The classes of the kernel's guess and candidates for a call."""
+    try:
+        space = candidates(inv, kernel)
+        listed = [] if isinstance(space, Mapping) else list(itertools.islice(space, _LISTED))
+        return list(dict.fromkeys(type(cfg) for cfg in [heuristic(inv, kernel), *listed] if cfg is not None))
+    except Exception:  # noqa: BLE001 - a kernel that cannot guess for this call says nothing about its configs.
+        return []
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """What `isinstance` can hold a config to; empty where a type hint says nothing about it."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        members = [_classes(member) for member in typing.get_args(hint)]
+        return tuple(itertools.chain(*members)) if all(members) else ()
+    if origin is typing.Annotated:
+        return _classes(typing.get_args(hint)[0])
+    found = origin or hint
+    if typing.is_typeddict(found):
+        return (dict,)
+    if not isinstance(found, type) or found in (Any, object) or getattr(found, "_is_protocol", False):
+        return ()
+    return (float, int) if found is float else (found,)
+
+
+# --- Names ---
+
+
+def is_renamed(stored: str, cls: type) -> bool:
+    """Whether a config that was stored as class `stored` may be read as `cls`: it is that, or it was renamed since.
+
+    A class that is still there is another one, and so is that of another package.
+    """
+    if stored == classes.name_of(cls):
+        return True
+    if (there := classes.find(stored)) is not None:
+        return issubclass(there, cls)
+    packages = {module.partition(".")[0] for module in (stored.partition(":")[0], cls.__module__)}
+    return len(packages) == 1 or "__main__" in packages
+
+
+def is_redefined(cls: type, wanted: Any) -> bool:
+    """Whether `cls` is what a notebook's cell or a reloaded module had in the place where `wanted` is now."""
+    return isinstance(wanted, type) and cls is not wanted and _place(cls) == _place(wanted)
+
+
+def _place(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def note_owner(kernel: Kernel[Any, Any]) -> None:
+    """Notes whose op id this is; warns if a kernel of another family has it already, since the two share all configs."""
+    kernel = source_of(kernel)
+    cls = type(kernel)
+    with _lock:
+        other = _owners.setdefault(kernel.op_id, cls)
+        if other is cls or _are_related(cls, other):
+            return
+        _owners[kernel.op_id] = cls
+    warnings.warn(
+        f"{kernel.op_id}: {qualified_name(cls)} and {qualified_name(other)} are two kernels with one op id, and what is "
+        "tuned for one is looked up for the other. Give one of them another name.",
+        ConfigClassWarning,
+        stacklevel=2,
+    )
+
+
+def _are_related(cls: type, other: type) -> bool:
+    """Whether two classes are one kernel and its variant: of one base that is somebody's own, or one defined anew."""
+    bases = [set(c.__mro__) - set(Kernel.__mro__) for c in (cls, other)]
+    return bool(bases[0] & bases[1]) or _place(cls) == _place(other)
+
+
+def forget_owners() -> None:
+    """Forgets whose op ids were seen."""
+    with _lock:
+        _owners.clear()
