@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -82,6 +83,13 @@ def source_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:
     while isinstance(kernel, BatchedKernel):
         kernel = kernel.inner
     return kernel
+
+
+def place_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
+    """Where the code of a kernel that runs a call is written: `file:line`."""
+    _, run = next(dispatch.implementations(source_of(kernel), inv.context))
+    code = getattr(inspect.unwrap(run), "__code__", None)
+    return type(source_of(kernel)).__module__ if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invocation[Any, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import ejkernel
 from ejkernel.ops.config.entry import SOURCE_CHANGED
-from ejkernel.ops.utils.source import source_hash
+from ejkernel.ops.utils.source import is_source, source_hash
 
 _TOOLCHAIN = ("jax", "jaxlib")
 
@@ -36,8 +36,8 @@ def changes(stored: Mapping[str, Any], kernel: Any) -> str | None:
     """What differs between the provenance of an entry and here; None if nothing that is known on both sides."""
     current = {name: version(name) for name in _TOOLCHAIN}
     found = [f"{name} {stored[name]} -> {now}" for name, now in current.items() if now and stored.get(name, now) != now]
-    source = source_hash(kernel)
-    if source and stored.get("kernel_source", source) != source:
+    source = stored.get("kernel_source")
+    if source is not None and not is_source(kernel, str(source)):
         found.insert(0, SOURCE_CHANGED)
     return "; ".join(found) or None
 

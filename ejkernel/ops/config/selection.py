@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
-from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, source_of
+from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, place_of, source_of
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.kinds import ConfigClassWarning, check_explicit, is_redefined, is_renamed, misfit, note_owner
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
@@ -108,6 +108,16 @@ def agreement_here() -> Agreement | None:
 def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
     if value is not None and not fits:
         raise EjkernelError(f"ConfigSelectorChain: {name} must be {wanted} or None, got {value!r}.")
+
+
+class TuningWarning(UserWarning):
+    """A tuning did not do what its caller may think it did."""
+
+
+def _tell(tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> None:
+    """Warns if the outcome of a tuning is not what one thinks."""
+    if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
+        warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=2)
 
 
 class _Flights:
@@ -424,7 +434,9 @@ class ConfigSelectorChain:
             return self.joint.tune(agreement, inv, kernel, tuner, configs)
         made = make_tuner(tuner if tuner is not None else self.tuner)
         if configs is not None:
-            return made.tune(inv, kernel, configs=configs)
+            tuning = made.tune(inv, kernel, configs=configs)
+            _tell(tuning, inv, kernel)
+            return tuning
         with self._alone(inv.key):
             return self.measured(inv, kernel, made)
 
@@ -433,7 +445,14 @@ class ConfigSelectorChain:
         fits = lambda entry: accepts(inv, kernel, entry.cfg)
         near = self._nearest(inv, kernel, effective_policy(self), fits)
         store = self.persistent if self.persist_autotune and persist else None
-        tuning = tuner.tune(inv, kernel, store=store, seeds=() if near is None else (near.cfg,))
+        seeds = () if near is None else (near.cfg,)
+        tuning = tuner.tune(inv, kernel, store=store, seeds=seeds)
+        kept = self._kept(tuning, inv, kernel, persist=persist)
+        _tell(tuning, inv, kernel)
+        return kept
+
+    def _kept(self, tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, persist: bool) -> Any:
+        """The outcome after it was remembered, or what a finished tuning has stored if that stays."""
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
             stays = None if tuning.complete else self._finished(inv, kernel)

@@ -9,12 +9,16 @@ import queue
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import jaxlib
+import numpy as np
 
 from ejkernel import _compat
 from ejkernel.ops.config import context
@@ -190,7 +194,22 @@ class Bench:
 
 
 def _failed(error: BaseException, where: str = "") -> Rejected:
-    return Rejected("failed", f"{where}{type(error).__name__}: {error}")
+    return Rejected("failed", f"{where}{type(error).__name__}: {error}{_place(error)}")
+
+
+def _place(error: BaseException) -> str:
+    """The last line of a kernel's own code that an error came through, as text; empty if there is none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_kernels(frame.filename)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+_OTHERS = tuple(f"{path}{os.sep}" for path in (*jax.__path__, *jaxlib.__path__, *np.__path__, Path(__file__).parents[1]))
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+
+
+def _is_kernels(file: str) -> bool:
+    """Whether a file is neither JAX's, NumPy's, of this framework, nor of Python's own library."""
+    return not (file.startswith(("<", *_OTHERS)) or (file.startswith(_PYTHON) and "-packages" not in file))
 
 
 def _carried(job: Callable[[], Built | Rejected]) -> Callable[[], Built | Rejected]:

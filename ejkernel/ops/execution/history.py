@@ -127,13 +127,20 @@ class History:
         self._key = key
         self._limits = dict(limits or {})
         found = collect()
-        source = None if kernel is None else source_hash(kernel, skip=_SPACE)
-        self._at = short_hash([*(found.get(name) for name in _COMPARABLE), source, aim])
+
+        def place(*, first: bool = False) -> str:
+            source = None if kernel is None else source_hash(kernel, skip=_SPACE, first=first)
+            return short_hash([*(found.get(name) for name in _COMPARABLE), source, aim])
+
+        self._at = place()
         records = store.read_trials(key) if store is not None else []
-        self._records = [record for record in records if record.get("at") == self._at and _is_sound(record)]
+        # What was measured before hashes saw constants counts as it did then.
+        places = {self._at, place(first=True)} if records else {self._at}
+        self._records = [record for record in records if record.get("at") in places and _is_sound(record)]
+        pardoned = max((i + 1 for i, record in enumerate(self._records) if "pardoned" in record), default=0)
         self.rejected = {
             each["id"]: Rejected(each["outcome"], each["reason"])
-            for each in self._all("rejected")
+            for each in (record["rejected"] for record in self._records[pardoned:] if "rejected" in record)
             if not self._is_looser(each.get("limit"))
         }
 
@@ -152,6 +159,11 @@ class History:
         """Notes a candidate that must not be tried again."""
         record = {"id": cfg_id(cfg), "cfg": repr(cfg), **asdict(rejected)}
         self._append({"rejected": record})
+
+    def pardon(self) -> None:
+        """Forgets who was rejected, for good: those who still deserve it will be again."""
+        self.rejected = {}
+        self._append({"pardoned": True})
 
     # --- Races ---
 

@@ -30,6 +30,9 @@ class Chosen:
         """Nothing is known but who chose."""
         return {"timer": self.timer, "chosen": self.measurement}
 
+    def shortfall(self, place: str) -> None:
+        """Nothing is known of it."""
+
 
 @dataclass(frozen=True)
 class ProtocolTuner:

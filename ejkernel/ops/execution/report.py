@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ejkernel.ops.config.context import same_cfg
 from ejkernel.ops.execution.cost import Cost
+from ejkernel.ops.execution.shortfall import grouped, shortfall
 from ejkernel.ops.execution.standings import Estimate, Ratio
 
 Status = Literal["winner", "finalist", "unfinished", "raced out", "screened", "duplicate", "wrong", "failed"]
@@ -133,10 +134,12 @@ class Tuning:
         if self.speedup is not None:
             gain = self.speedup
             lines.append(f"speed-up over the heuristic {gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]")
-        lines += [
-            f"  {c.status}: {c.cfg!r}: {_brief(c.reason)}" for c in self.candidates if c.status in ("failed", "wrong")
-        ]
+        lines += [f"  {reason}" for reason in grouped(self.candidates)]
         return "\n".join(lines)
+
+    def shortfall(self, place: str) -> str | None:
+        """What to tell the caller if this is not what they think; `place` is where the kernel is written."""
+        return shortfall(self, place)
 
 
 def time_text(median_ms: float, low_ms: float | None, high_ms: float | None) -> str:
@@ -157,8 +160,3 @@ def _candidate(c: Candidate) -> dict[str, Any]:
         **times,
     }
 
-
-def _brief(reason: str) -> str:
-    """A reason's first line, and the last one too: that of a traceback says what went wrong."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

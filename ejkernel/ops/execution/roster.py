@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,10 @@ class Roster:
         self._programs = {program: n for program, n in self._programs.items() if n != number}
         if number == self.best:
             self.best = None
+
+    def pardon(self, names: Container[str]) -> None:
+        """Lets those back in who go by these names."""
+        self.ends = {n: end for n, end in self.ends.items() if self.name(n) not in names}
 
     def release(self, number: int) -> list[int]:
         """Those that a rejected candidate stood for; from now on they stand for themselves."""

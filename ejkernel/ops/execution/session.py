@@ -22,6 +22,7 @@ from ejkernel.ops.execution.problem import Outline
 from ejkernel.ops.execution.progress import Progress
 from ejkernel.ops.execution.report import Measurement, Tuning
 from ejkernel.ops.execution.roster import Roster
+from ejkernel.ops.execution.shortfall import grouped
 from ejkernel.ops.execution.standings import RaceResult, Ratio
 from ejkernel.ops.execution.timers import TimerError
 from ejkernel.ops.utils.fingerprint import short_hash
@@ -34,7 +35,7 @@ _LISTED = 4096
 
 
 class TuningError(EjkernelError, RuntimeError):
-    """No candidate could be measured; the message lists each with its reason."""
+    """No candidate could be measured; the message gives the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,11 @@ class Session:
         progress = Progress(self.outline.name, self.effort.budget_s, self.effort.progress)
         with progress as self._progress, contextlib.ExitStack() as self._open:
             self._search()
+            if self._is_hopeless():
+                # What was wrong then, with a module or with the data, may be right by now.
+                self._roster.pardon(self.history.rejected)
+                self.history.pardon()
+                self._search()
             tuning = self._report(time.monotonic() - start)
             progress.finished(tuning.summary())
         return tuning
@@ -139,9 +145,16 @@ class Session:
         stored = self.stored is not None and cfg_id(self.stored) == known.winner
         return stored and self.history.has_searched(self._space_id)
 
+    def _is_hopeless(self) -> bool:
+        """Whether nobody is left, and that because of what earlier tunings found."""
+        nobody = self._roster.best is None and not self._over
+        return nobody and any(self._roster.name(n) in self.history.rejected for n in range(len(self._roster.cfgs)))
+
     def _is_known(self, number: int) -> bool:
-        """Whether an earlier tuning has an answer; notes it."""
+        """Whether there is an answer already, of an earlier tuning or of this one; notes it."""
         name = self._roster.name(number)
+        if self._roster.is_rejected(number):
+            return True
         if (before := self.history.rejected.get(name)) is not None:
             self._roster.reject(number, before.outcome, f"{before.reason} ({EARLIER})")
         elif self._known is not None and name in self._known.seconds:
@@ -397,7 +410,7 @@ class Session:
 
 
 def _nothing(name: str, candidates: Sequence[Any]) -> str:
-    lines = [f"  {c.cfg!r}: {c.status}: {c.reason}" for c in candidates]
+    lines = [f"  {reason}" for reason in grouped(candidates)]
     if any("unbound axis name" in c.reason for c in candidates):
         lines.append("  To tune a kernel that communicates over an axis on its mesh, set `collective = True` on it.")
     return "\n".join([f"{name}: no candidate could be measured.", *lines])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
+import importlib.util
 import inspect
 import sys
 import textwrap
@@ -11,37 +13,61 @@ import threading
 import tokenize
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _FRAMEWORK = "ejkernel.ops."  # Its changes are told by the version of ejkernel.
 
+_CURRENT = "2:"
+"""What hashes begin with. Those of the first definition begin with nothing, and did not see constants of modules."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
 _Skip = tuple[str, ...]
 _ONLY_WORDS = ("describe_keywords",)
 """Methods that say something about a call and change nothing about how it runs."""
-_hashes: weakref.WeakKeyDictionary[type, dict[_Skip, str | None]] = weakref.WeakKeyDictionary()
+_hashes: weakref.WeakKeyDictionary[type, dict[tuple[_Skip, bool], str | None]] = weakref.WeakKeyDictionary()
 _parsing = threading.Lock()
 """Two threads that parse at the same time make Python 3.11 raise SystemError ("recursion depth mismatch")."""
 
 
-def source_hash(item: Any, *, skip: _Skip = ()) -> str | None:
-    """16 hex digits for the code of a class, given itself or as an instance.
+def source_hash(item: Any, *, skip: _Skip = (), first: bool = False) -> str | None:
+    """A hash of the code of a class, given itself or as an instance.
 
-    Covers its bases, and what they name of the same package: global functions and classes, and modules imported inside
-    a function. Methods whose names begin with one of `skip` are left out. Where there is no source (a class typed into
-    a prompt) the compiled code counts, which differs between Python versions. None if there is not even that.
+    Covers its bases, and what they name of the same package: global functions and classes, constants of modules as they
+    are written there, and modules imported inside a function. Methods whose names begin with one of `skip` are left out.
+    Where there is no source (a class typed into a prompt) the compiled code counts, which differs between Python
+    versions. None if there is not even that. `first` is the hash as it was first defined, without constants.
     """
     cls = item if isinstance(item, type) else type(item)
     known, skip = _hashes.setdefault(cls, {}), (*skip, *_ONLY_WORDS)
-    if skip not in known:
+    if (skip, first) not in known:
         with _parsing:
-            if skip not in known:
-                known[skip] = _hash(cls, skip)
-    return known[skip]
+            if (skip, first) not in known:
+                known[skip, first] = _hash(cls, skip, constants=not first)
+    return known[skip, first]
 
 
-def _hash(cls: type, skip: _Skip) -> str | None:
+def is_source(item: Any, stored: str) -> bool:
+    """Whether a hash that was stored is that of `item` now, by the definition that it was made with.
+
+    True where there is nothing to compare it with.
+    """
+    found = source_hash(item, first=not stored.startswith(_CURRENT))
+    return found is None or found == stored
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A global name that stands for neither function, class nor module."""
+
+    module: str
+    name: str
+    value: Any = field(compare=False)
+
+
+def _hash(cls: type, skip: _Skip, *, constants: bool) -> str | None:
     package = cls.__module__.partition(".")[0]
     code: dict[Any, str] = {}
     typed = _source(cls, skip) is None
@@ -53,19 +79,23 @@ def _hash(cls: type, skip: _Skip) -> str | None:
         if item in code:
             continue
         text = _source(item, skip)
-        if text is None and typed and not isinstance(item, Path):
+        if text is None and typed and not isinstance(item, Path | _Constant):
             text = _compiled(item, skip)
         if text is None:
             continue
         code[item] = text
         if not isinstance(item, Path):
-            waiting += _referred(item, package, skip)
+            found = _named_by(item, package) if isinstance(item, _Constant) else _referred(item, package, skip)
+            waiting += [x for x in found if constants or not isinstance(x, _Constant)]
     # Without names and in order of content: moving a module is not a change.
-    return hashlib.sha256("\n".join(sorted(code.values())).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join(sorted(code.values())).encode()).hexdigest()[:16]
+    return f"{_CURRENT}{digest}" if constants else digest
 
 
 def _source(item: Any, skip: _Skip) -> str | None:
-    """The source of a class, function or file in normal form; None if there is none."""
+    """The source of a class, function, file or constant in normal form; None if there is none."""
+    if isinstance(item, _Constant):
+        return _written(item)
     try:
         return normal(item.read_text() if isinstance(item, Path) else inspect.getsource(item), skip)
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
@@ -114,21 +144,112 @@ def _shape(node: Any) -> str:
 
 
 def _is_ours(item: Any, package: str) -> bool:
-    module = getattr(item, "__module__", None) or ""
+    return _is_of(getattr(item, "__module__", None) or "", package)
+
+
+def _is_of(module: str, package: str) -> bool:
     return module.partition(".")[0] == package and not f"{module}.".startswith(_FRAMEWORK)
 
 
 def _referred(item: Any, package: str, skip: _Skip) -> Iterator[Any]:
     for function in _functions(item, skip):
         names = set(_names(function.__code__))
-        for name in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[name]
-            members = (
-                [v for n, v in vars(value).items() if n in names] if isinstance(value, types.ModuleType) else [value]
-            )
-            unwrapped = map(_unwrap, members)
-            yield from (v for v in unwrapped if isinstance(v, types.FunctionType | type) and _is_ours(v, package))
+        yield from _reached(names, function.__globals__, package)
         yield from _imported_inside(names, package)
+
+
+def _reached(names: set[str], scope: Mapping[str, Any], package: str) -> Iterator[Any]:
+    """What `names` stand for in the globals of a module, and in modules that are named there."""
+    for name in sorted(names & scope.keys()):
+        value = scope[name]
+        if isinstance(value, types.ModuleType):
+            found = [(n, v) for n, v in vars(value).items() if n in names]
+            yield from _ours(found, vars(value), package)
+        else:
+            yield from _ours([(name, value)], scope, package)
+
+
+def _ours(found: list[tuple[str, Any]], scope: Mapping[str, Any], package: str) -> Iterator[Any]:
+    """Of names with their values, those functions, classes and constants that are of the package."""
+    module = scope.get("__name__", "")
+    for name, value in found:
+        code = _unwrap(value)
+        if isinstance(code, types.FunctionType | type):
+            if _is_ours(code, package):
+                yield code
+        elif not (isinstance(value, types.ModuleType) or name.startswith("__")) and _is_of(module, package):
+            yield _Constant(module, name, value)
+
+
+# --- Constants ---
+
+
+def _written(constant: _Constant) -> str | None:
+    """How a module sets a name: its text, not its value, which may be a count or a cache that changes as it runs.
+
+    Where there is no text, the value if it is a plain one.
+    """
+    tree = _tree(constant.module)
+    nodes = [] if tree is None else _settings(tree, constant.name)
+    if nodes:
+        # Where it is imported from is not told: moving it is no change.
+        return ",".join(_shape(node) for node in nodes if not isinstance(node, ast.ImportFrom))
+    plain = constant.value if isinstance(constant.value, tuple) else (constant.value,)
+    return f"{constant.name}={constant.value!r}" if all(type(x) in _PLAIN for x in plain) else None
+
+
+def _named_by(constant: _Constant, package: str) -> Iterator[Any]:
+    """What the text that sets a constant names."""
+    module, tree = sys.modules.get(constant.module), _tree(constant.module)
+    for node in _settings(tree, constant.name) if module is not None and tree is not None else ():
+        names = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node) if isinstance(n, _NAMES)}
+        yield from _reached(names - {constant.name}, vars(module), package)
+        if isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__)
+            for alias in node.names:
+                there = vars(sys.modules[source]) if source in sys.modules else {}
+                if constant.name == (alias.asname or alias.name) and alias.name in there:
+                    yield from _ours([(alias.name, constant.value)], there, package)
+
+
+_NAMES = (ast.Name, ast.Attribute)
+
+
+def _settings(tree: ast.Module, name: str) -> list[ast.stmt]:
+    """Statements of a module that set a name, or a part of what it stands for."""
+    return [node for node in _statements(tree.body) if name in _targets(node)]
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when a module is loaded, under conditions too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, part, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+
+
+def _targets(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {n.id for target in targets if target is not None for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _tree(module: str) -> ast.Module | None:
+    """A loaded module's syntax tree; None if it has no source."""
+    found = sys.modules.get(module)
+    try:
+        return None if found is None else _parsed(inspect.getsource(found))
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return None
 
 
 def _functions(item: Any, skip: _Skip) -> Iterator[types.FunctionType]:

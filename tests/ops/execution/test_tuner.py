@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 import threading
 import time
 
@@ -21,6 +22,7 @@ from ejkernel.ops import (
     PersistentCache,
     autotune,
 )
+from ejkernel.ops.config.selection import TuningWarning
 from ejkernel.ops.execution.bench import Bench
 from ejkernel.ops.execution.problem import outline, telling
 from ejkernel.ops.execution.session import TuningError
@@ -531,7 +533,8 @@ def test_candidate_budget_that_cuts_nothing_is_complete():
 def test_no_time_at_all_gives_the_guess_and_stores_nothing(store):
     selector = ConfigSelectorChain(persistent=store)
     tuner = Autotuner(progress=False, budget_s=0)
-    assert autotune(Doubling(), X, selector=selector, tuner=tuner) == Work(MIDDLE)
+    with pytest.warns(TuningWarning, match=r"tests\.doubling: time was over before anything was measured"):
+        assert autotune(Doubling(), X, selector=selector, tuner=tuner) == Work(MIDDLE)
     assert len(store) == 0
     assert len(selector.cache) == 0
 
@@ -728,6 +731,54 @@ def test_failures_are_not_tried_again(store, watch):
     tuning = QUIET.tune(call(kernel, X), kernel, store=store)
     assert not {cfg for cfg in watch.built if cfg.fault}
     assert all("in an earlier tuning" in c.reason for c in tuning.candidates if c.cfg.fault)
+
+
+def test_where_nothing_is_left_all_are_tried_again(store):
+    """As when a bug in a module that the kernel uses was fixed: nothing about the kernel tells."""
+    broken = []
+
+    class Fixable(Doubling):
+        def run(self, x, *, cfg):
+            if broken:
+                raise ZeroDivisionError("a bug")
+            return super().run(x, cfg=cfg)
+
+    kernel, selector = Fixable(), ConfigSelectorChain(persistent=store)
+    broken.append(True)
+    for _ in range(2):
+        with pytest.raises(TuningError, match="3 failed, such as .*: ZeroDivisionError: a bug"):
+            autotune(kernel, X, selector=selector, tuner=QUIET)
+    broken.clear()
+    assert autotune(kernel, X, selector=selector, tuner=QUIET) == Work(FAST)
+    # And nobody stays rejected for what is long over.
+    again = QUIET.tune(call(kernel, X), kernel, store=PersistentCache(store.path), configs=[Work(SLOW), Work(FAST)])
+    assert not [c for c in again.candidates if c.status == "failed"]
+
+
+def test_caller_is_told_that_all_other_candidates_failed_once_and_where(store):
+    kernel = kernel_with(Work(MIDDLE), *(Work(n, "raise") for n in range(2, 8)), Work(FAST, "wrong"))
+    with pytest.warns(TuningWarning) as told:
+        assert autotune(kernel, X, selector=ConfigSelectorChain(), tuner=QUIET) == Work(MIDDLE)
+    (text,) = (str(w.message) for w in told)
+    first, failed, wrong = text.splitlines()
+    assert "stays because all other candidates are out (7)" in first
+    assert re.search(r"6 failed, such as Work\(loops=2, .*ZeroDivisionError: division by zero \(.*tuning_kernels\.py:\d+\)", failed)
+    assert "wrong: Work(loops=1, fault='wrong'" in wrong
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raise"])
+def test_caller_is_told_that_the_guess_itself_is_out(fault):
+    kernel = kernel_with(Work(FAST), Work(SLOW), guess=Work(MIDDLE, fault), base=Referenced)
+    match = rf"the guess Work\(loops={MIDDLE}, .*(is wrong|failed), and goes on serving.*\n.*tuning_kernels\.py:\d+\)"
+    with pytest.warns(TuningWarning, match=match):
+        assert autotune(kernel, X, selector=ConfigSelectorChain(), tuner=QUIET) == Work(FAST)
+    with pytest.warns(TuningWarning, match=match):
+        Executor(ConfigSelectorChain(autotune=True, tuner=QUIET))(kernel, X)
+
+
+def test_nobody_is_told_when_only_some_candidates_are_out():
+    kernel = kernel_with(Work(MIDDLE), Work(MIDDLE, tag=1), Work(FAST, "wrong"), Work(SLOW))
+    assert autotune(kernel, X, selector=ConfigSelectorChain(), tuner=QUIET) == Work(MIDDLE)
 
 
 def test_failure_at_a_tight_limit_is_tried_again_at_a_wide_one(store):

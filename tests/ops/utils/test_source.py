@@ -14,7 +14,8 @@ import pytest
 
 from ejkernel.modules import FlashAttention
 from ejkernel.ops.utils.fingerprint import short_hash
-from ejkernel.ops.utils.source import normal, source_hash
+from ejkernel.ops.utils import source
+from ejkernel.ops.utils.source import is_source, normal, source_hash
 
 KERNEL = '''
 from pkg.parts import base, helper as h
@@ -91,6 +92,114 @@ def test_writing_it_differently_changes_nothing(tmp_path, monkeypatch, change):
 )
 def test_computing_something_else_changes_it(tmp_path, monkeypatch, change):
     assert build(tmp_path / "b", monkeypatch, change) != build(tmp_path / "a", monkeypatch)
+
+
+CONSTANTS = """
+import math
+from pkg.parts import SHARED, base
+from pkg import parts
+
+BASE = 2
+LIMIT = BASE * parts.SCALE
+TABLE = {"a": 1}
+calls = []
+count = 0
+if LIMIT:
+    LATE = (1, 2)
+
+class Mine(base.Base):
+    def run(self, x):
+        global count
+        count += 1
+        calls.append(x)
+        return helper(x) + LIMIT + SHARED + TABLE["a"] + math.pi
+
+def helper(x):
+    return x + LATE[0]
+"""
+
+
+def with_constants(*changes):
+    def change(files):
+        files["kernel.py"] = CONSTANTS
+        files["parts/__init__.py"] = "from .base import *\nfrom .numbers import SCALE\nSHARED = 5\n"
+        files["parts/numbers.py"] = "SCALE = 7\n"
+        for one in changes:
+            one(files)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit("kernel.py", "BASE = 2", "BASE = 3"),
+        edit("kernel.py", "LIMIT = BASE *", "LIMIT = BASE +"),
+        edit("kernel.py", 'TABLE = {"a": 1}', 'TABLE = {"a": 2}'),
+        edit("kernel.py", "calls = []", 'calls = []\nTABLE["b"] = 4'),
+        edit("kernel.py", "LATE = (1, 2)", "LATE = (1, 3)"),
+        edit("parts/__init__.py", "SHARED = 5", "SHARED = 6"),
+        edit("parts/numbers.py", "SCALE = 7", "SCALE = 8"),
+    ],
+)
+def test_another_constant_of_a_module_changes_it(tmp_path, monkeypatch, change):
+    one = build(tmp_path / "a", monkeypatch, with_constants())
+    assert build(tmp_path / "b", monkeypatch, with_constants(change)) != one
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit("kernel.py", "import math", "import math\nUNUSED = 3\n__version__ = '2'"),
+        edit("kernel.py", "BASE = 2", "BASE = 2  # Why."),
+        lambda files: files.update(
+            {
+                "parts/elsewhere.py": files.pop("parts/numbers.py"),
+                "parts/__init__.py": files["parts/__init__.py"].replace(".numbers", ".elsewhere"),
+            }
+        ),
+    ],
+)
+def test_constants_that_are_not_used_or_only_moved_change_nothing(tmp_path, monkeypatch, change):
+    one = build(tmp_path / "a", monkeypatch, with_constants())
+    assert build(tmp_path / "b", monkeypatch, with_constants(change)) == one
+
+
+def test_what_changes_while_a_module_runs_does_not_count(tmp_path, monkeypatch):
+    one = build(tmp_path, monkeypatch, with_constants())
+    module = sys.modules["pkg.kernel"]
+    module.Mine().run(1)
+    assert module.count == 1
+    source._hashes.clear()
+    assert source_hash(module.Mine) == one
+
+
+def test_constants_of_a_prompt_count_by_value():
+    def prompt(limit):
+        scope = {"__name__": "nowhere", "LIMIT": limit}
+        exec("class Typed:\n    def run(self, x): return x + LIMIT", scope)
+        return source_hash(scope["Typed"])
+
+    assert prompt(3) == prompt(3) != prompt(4)
+
+
+def test_hash_that_was_stored_before_constants_counted_is_held_to_what_it_meant_then(tmp_path, monkeypatch):
+    build(tmp_path / "a", monkeypatch, with_constants())
+    before = sys.modules["pkg.kernel"].Mine
+    old, new = source_hash(before, first=True), source_hash(before)
+    assert (len(old), new[:2]) == (16, "2:")
+    assert is_source(before, old)
+    assert is_source(before, new)
+    build(tmp_path / "b", monkeypatch, with_constants(edit("kernel.py", "BASE = 2", "BASE = 3")))
+    after = sys.modules["pkg.kernel"].Mine
+    assert is_source(after, old)
+    assert not is_source(after, new)
+
+
+def test_first_definition_stays_what_it_was(tmp_path, monkeypatch):
+    build(tmp_path, monkeypatch)
+    # Written down when constants began to count: stores hold such hashes.
+    assert source_hash(sys.modules["pkg.kernel"].Mine, first=True) == "1dbae2d85c740633"
 
 
 def typed(body):

@@ -1,0 +1,51 @@
+"""Shortfall: where a tuning did not do what its caller may think it did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+_PLACE = re.compile(r"\(\S+:\d+\)")
+
+
+def shortfall(tuning: Any, place: str) -> str | None:
+    """What to tell of a `Tuning`, in lines; None if it did what one thinks. `place` is where the kernel is written."""
+    guess = next((c for c in tuning.candidates if c.guess), None)
+    others = [c for c in tuning.candidates if c is not guess and c.status != "duplicate"]
+    told: list[str] = []
+    if guess is not None and guess.status in _OUT:
+        fate = "is wrong" if guess.status == "wrong" else "failed"
+        told.append(f"the guess {guess.cfg!r} {fate}, and goes on serving calls that are not tuned")
+    if others and guess is not None and guess.status not in _OUT and all(c.status in _OUT for c in others):
+        told.append(f"the guess {guess.cfg!r} stays because all other candidates are out ({len(others)})")
+    elif tuning.measurement is None and not tuning.complete:
+        told.append(f"time was over before anything was measured; {tuning.cfg!r} is only a guess. Raise the budget")
+    if not told:
+        return None
+    reasons = list(grouped(tuning.candidates))
+    if reasons and not _PLACE.search(reasons[0]):
+        reasons[0] = f"{reasons[0]} ({place})"
+    return "\n".join([f"{'; '.join(told)}.", *(f"  {reason}" for reason in reasons)])
+
+
+_OUT = ("failed", "wrong")
+
+
+def grouped(candidates: Iterable[Any]) -> Iterator[str]:
+    """Why candidates are out, most frequent reason first: reasons that differ in numbers only are told once."""
+    groups: dict[Any, list[Any]] = {}
+    for c in candidates:
+        if c.status in _OUT:
+            groups.setdefault((c.status, _NUMBER.sub("#", brief(c.reason))), []).append(c)
+    for (status, _), alike in sorted(groups.items(), key=lambda item: -len(item[1])):
+        first = alike[0]
+        count = f"{len(alike)} {status}, such as" if len(alike) > 1 else f"{status}:"
+        yield f"{count} {first.cfg!r}: {brief(first.reason)}"
+
+
+def brief(reason: str) -> str:
+    """A reason's first line, and the last one too: that of a traceback says what went wrong."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
