@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ejkernel.ops.execution import offline
 from ejkernel.ops.execution.pipeline import backward_invocation, invocation, prepared
 
 Call = Invocation[Any, Any]
+_MISSING = re.compile(r"missing \d+ required (?P<kind>positional|keyword-only) arguments?: (?P<names>.+)")
 
 
 def find(
@@ -74,6 +76,9 @@ def abstract(kernel: Kernel[Any, Any], arrays: tuple[Any, ...], keywords: dict[s
     except EjkernelError:
         raise
     except Exception as error:
+        if (missing := _MISSING.search(str(error))) is not None:
+            option = "--args" if missing["kind"] == "positional" else "--set"
+            raise ArgumentTextError(f"{what}: {missing['names']} missing; {option} gives what a call needs.") from error
         raise ArgumentTextError(f"{what}: not a call of {kernel.op_id} ({type(error).__name__}: {error}).") from error
     return found[0]
 

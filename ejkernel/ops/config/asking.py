@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from ejkernel.ops.config import context
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import BatchedKernel
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.utils.fingerprint import get_device_platform
 
 
@@ -32,7 +32,23 @@ def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
     methods = [dispatch.find(kernel, name, inv.context, platform) for name in ("config_space", "candidate_cfgs")]
     bases = (Kernel.config_space, Kernel.candidate_cfgs)
     own = [method for method in methods if method is not None and getattr(method, "__func__", method) not in bases]
-    return min(own, key=partial(_depth, type(kernel)))(inv) if own else [heuristic(inv, kernel)]
+    if not own:
+        return [heuristic(inv, kernel)]
+    method = min(own, key=partial(_depth, type(kernel)))
+    return as_space(method(inv), f"{inv.op_id}: {getattr(method, '__name__', 'config_space')}")
+
+
+def as_space(space: Any, where: str) -> Any:
+    """What a kernel or a caller gave as candidates, if it is any.
+
+    Raises:
+      KernelDefinitionError: It is not.
+    """
+    if isinstance(space, Iterable) and not isinstance(space, str | bytes):
+        return space
+    raise KernelDefinitionError(
+        f"{where} must give configs: a list, a generator, or axes {{name: values}}; got {space!r:.200}."
+    )
 
 
 def _depth(cls: type, method: Callable[..., Any]) -> int:

@@ -85,11 +85,21 @@ class ConfigCache(Generic[Cfg]):
         return len(self._entries)
 
 
+def _as_call_key(key: Any) -> tuple[str, str, str]:
+    """A key of an overlay, which calls ask by device, op id and call key: any other would never be found."""
+    if isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
+        return key
+    raise CacheKeyError(
+        f"overlay_cache: a key must be (device, op_id, call_key), got {key!r:.200}. Take `executor.explain(kernel, "
+        "*args).key`, or an AutotuningResult."
+    )
+
+
 class _FrozenTier:
     """A mapping as it was when the overlay was entered."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
-        self._entries = {as_key("overlay_cache", (key,)): cfg for key, cfg in mapping.items()}
+        self._entries = {_as_call_key(key): cfg for key, cfg in mapping.items()}
         self.token = context.token_of(self._entries)
 
     def get(self, *key: Any) -> Any:

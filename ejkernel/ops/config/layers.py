@@ -126,6 +126,18 @@ class PackLayer:
         self.name = packs.name_of(source)
         self._lock = threading.Lock()
         self._entries: dict[Place, StoredEntry] | None = None
+        self._error: packs.PackError | None = None
+
+    def require(self) -> None:
+        """Sees to it that the pack can be read.
+
+        Raises:
+          PackError: It cannot.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._entries is None:
+            self.load()
 
     def find(self, place: Place) -> StoredEntry | None:
         """Entry at `place`."""
@@ -146,6 +158,7 @@ class PackLayer:
             # The last one in is the first one in the pack, which counts.
             return {entry.place: entry for entry in reversed(self.load())}
         except packs.PackError as e:
+            self._error = e
             warnings.warn(f"pack {e} It is left out.", StoreWarning, stacklevel=5)
             return {}
 

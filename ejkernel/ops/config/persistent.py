@@ -236,14 +236,15 @@ class PersistentCache:
                 held = stack.enter_context(locks.thread_lock(path, timeout))
             yield held
 
-    def append_trial(self, key: Any, record: Mapping[str, Any]) -> None:
-        """Adds one line to the trials of a key, so that an interrupted tuning can go on."""
+    def append_trial(self, key: Any, record: Mapping[str, Any], *, quiet: bool = False) -> None:
+        """Adds one line to the trials of a key, so that an interrupted tuning can go on; `quiet` if it may be lost."""
         place = store_key.place_of(key)
         with self._lock:
             try:
                 self._store.files.append_trial(place, entries.plain(record))
             except OSError as e:
-                self._warn_unwritable(e)
+                if not quiet:
+                    self._warn_unwritable(e)
 
     def read_trials(self, key: Any) -> list[dict[str, Any]]:
         """Trials of a key, oldest first."""
@@ -252,6 +253,16 @@ class PersistentCache:
         except OSError as e:
             self._warn_unwritable(e)
             return []
+
+    def require_packs(self) -> None:
+        """Reads all packs, for who cannot do without.
+
+        Raises:
+          PackError: One of them cannot be read.
+        """
+        for layer in self._layers():
+            if isinstance(layer, layers.PackLayer):
+                layer.require()
 
     def _layers(self) -> list[Layer]:
         with self._lock:

@@ -96,6 +96,16 @@ def make_shared(
     return tuner
 
 
+def proof(
+    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, store: PersistentCache | None, *, now: bool = True
+) -> Any:
+    """Whether a config of another call may serve `inv`: something with a `reason`, None if it may; set there as well.
+
+    Without `now` nothing is run: None if it is not known yet.
+    """
+    raise EjkernelError("ConfigSelectorChain: proving needs `import ejkernel.ops`.")
+
+
 def agreement_here() -> Agreement | None:
     """How this process agrees with the others of its program; None if there are none."""
     if _compat.distributed_client() is None:
@@ -112,12 +122,6 @@ def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
 
 class TuningWarning(UserWarning):
     """A tuning did not do what its caller may think it did."""
-
-
-def _tell(tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> None:
-    """Warns if the outcome of a tuning is not what one thinks."""
-    if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
-        warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=2)
 
 
 class _Flights:
@@ -218,6 +222,8 @@ class ConfigSelectorChain:
     def select(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """The first tier's answer, and what the tiers before it held; tunes if the policy says so."""
         policy = effective_policy(self)
+        if policy.autotune == "frozen" and self.persistent is not None:
+            self.persistent.require_packs()
         agreement = agreement_here() if policy.agree else None
         tiers: list[Tier] = []
         for tier in self._local(inv, kernel) if agreement is not None else self._all_stored(inv, kernel, policy):
@@ -255,7 +261,7 @@ class ConfigSelectorChain:
         if policy.autotune == "on":
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
         elif policy.autotune != "frozen":
-            tiers.append(self._transferred(inv, kernel, policy))
+            tiers.append(self._transferred(inv, kernel, policy, now=False))
         guess = Tier("heuristic", heuristic(inv, kernel))
         if policy.autotune == "frozen" and all(tier.cfg is None for tier in tiers):
             guess = Tier("frozen", None, f"raises; the guess would be {guess.cfg!r}")
@@ -340,11 +346,13 @@ class ConfigSelectorChain:
         tier = Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
         return self._fitting(tier, inv, kernel, entry.cfg_data["type"])
 
-    def _transferred(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
-        """The config of the nearest tuned shape, if the kernel accepts it for this one.
+    def _transferred(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy, *, now: bool = True
+    ) -> Tier:
+        """The config of the nearest tuned shape, if the kernel accepts it for this one and it computes the same.
 
         Where the guess was not beaten, what passes on is that: a guess that knows its shape is worth more here than the
-        config it gave there.
+        config it gave there. Without `now`, what was not proved yet is not proved, and shown.
         """
         usable = lambda entry: entry.complete if entry.kept_guess else accepts(inv, kernel, entry.cfg)
         entry = self._nearest(inv, kernel, policy, usable) if policy.transfer else None
@@ -355,6 +363,14 @@ class ConfigSelectorChain:
         changes = "; ".join(differences(entry.signature or {}, inv.signature))
         if entry.kept_guess:
             return Tier("transferred", None, f"the guess was not beaten for {changes}")
+        if agreement_here() is not None:
+            return Tier("transferred", None, f"tuned for {changes}; one process proves nothing for the others")
+        with self._flights.of(("proof", *inv.key)) if now else nullcontext():
+            found = proof(inv, kernel, entry.cfg, self.persistent, now=now)
+        if found is None:
+            return Tier("transferred", entry.cfg, f"tuned for {changes}; proved at the first call")
+        if found.reason is not None:
+            return Tier("transferred", None, f"tuned for {changes}, but {found.reason}")
         return Tier("transferred", entry.cfg, f"tuned for {changes}")
 
     def _nearest(
@@ -383,7 +399,7 @@ class ConfigSelectorChain:
         if policy.autotune == "on":
             return Tier("autotune", self._tune(inv, kernel, policy))
         if policy.autotune == "frozen":
-            raise ConfigNotFoundError(self._miss(inv))
+            raise ConfigNotFoundError(self._miss(inv, kernel))
         if policy.autotune == "record":
             from ejkernel.ops import registry
 
@@ -392,13 +408,16 @@ class ConfigSelectorChain:
         transferred = self._transferred(inv, kernel, policy)
         return transferred if transferred.cfg is not None else Tier("heuristic", heuristic(inv, kernel))
 
-    def _miss(self, inv: Invocation[Any, Any]) -> str:
-        """What to tell about a miss: the key, the closest call that is stored, and how the two differ."""
+    def _miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
+        """What to tell about a miss: the call, how to tune it, and the closest call that is stored."""
+        from ejkernel.ops.config.command import shown, tune_command
         from ejkernel.ops.config.differences import closest
 
         lines = [
             f"{inv.op_id}: no config is stored for call {inv.call_key} on {inv.device_fingerprint}, and the policy is "
-            '"frozen". Tune it first, or set EJKERNEL_AUTOTUNE to "off".'
+            '"frozen". Tune it first, or set EJKERNEL_AUTOTUNE to "off".',
+            f"The call: {shown(inv)}",
+            f"To tune it: {tune_command(inv, kernel)}",
         ]
         stored = () if self.persistent is None else self.persistent.entries(*inv.key[:2])
         if (found := closest(stored, inv.signature)) is not None:
@@ -412,7 +431,11 @@ class ConfigSelectorChain:
             for tier in self._all_stored(inv, kernel, policy):
                 if tier.cfg is not None:
                     return tier.cfg
-            return self.measured(inv, kernel, make_tuner(self.tuner)).cfg
+            tuning = self.measured(inv, kernel, make_tuner(self.tuner))
+            if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
+                # Into the log: whoever makes this call need not be the one who wants it tuned.
+                logger.warning("%s: %s", inv.op_id, text)
+            return tuning.cfg
 
     @contextmanager
     def _alone(self, key: tuple[str, str, str]) -> Iterator[None]:
@@ -426,17 +449,22 @@ class ConfigSelectorChain:
     ) -> Any:
         """Measures the candidates of a call now, stores the winner, and returns the whole outcome.
 
-        Of `configs`, if given, the winner is not stored: the kernel may never list it.
+        Of `configs`, if given, the winner is not stored: the kernel may never list it. Warns if the outcome is not what
+        one thinks.
         """
+        tuning = self._tuned(inv, kernel, tuner, configs)
+        if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
+            warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=3)
+        return tuning
+
+    def _tuned(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, configs: Any) -> Any:
         note_owner(kernel)
         agreement = agreement_here() if effective_policy(self).agree else None
         if agreement is not None:
             return self.joint.tune(agreement, inv, kernel, tuner, configs)
         made = make_tuner(tuner if tuner is not None else self.tuner)
         if configs is not None:
-            tuning = made.tune(inv, kernel, configs=configs)
-            _tell(tuning, inv, kernel)
-            return tuning
+            return made.tune(inv, kernel, configs=configs)
         with self._alone(inv.key):
             return self.measured(inv, kernel, made)
 
@@ -447,12 +475,6 @@ class ConfigSelectorChain:
         store = self.persistent if self.persist_autotune and persist else None
         seeds = () if near is None else (near.cfg,)
         tuning = tuner.tune(inv, kernel, store=store, seeds=seeds)
-        kept = self._kept(tuning, inv, kernel, persist=persist)
-        _tell(tuning, inv, kernel)
-        return kept
-
-    def _kept(self, tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, persist: bool) -> Any:
-        """The outcome after it was remembered, or what a finished tuning has stored if that stays."""
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
             stays = None if tuning.complete else self._finished(inv, kernel)

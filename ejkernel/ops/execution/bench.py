@@ -22,6 +22,7 @@ import numpy as np
 
 from ejkernel import _compat
 from ejkernel.ops.config import context
+from ejkernel.ops.core.kernel import KernelDefinitionError
 from ejkernel.ops.execution import timers
 from ejkernel.ops.execution.cost import Cost, cost_of, flops_of
 from ejkernel.ops.execution.problem import Problem
@@ -144,6 +145,8 @@ class Bench:
             reason = self.problem.mismatch(out, self._truth)
             for _ in range(self._num_warmup - 1):
                 jax.block_until_ready(compiled(self._arrays))
+        except KernelDefinitionError:
+            raise  # No candidate is to blame.
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             return _failed(error)
         if reason is not None:
@@ -158,6 +161,8 @@ class Bench:
             return None
         try:
             reason = self.problem.prove_gradient(cfg)
+        except KernelDefinitionError:
+            raise
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             return _failed(error, "gradient: ")
         return None if reason is None else Rejected("wrong", reason)

@@ -365,10 +365,15 @@ def _record_data(holder: Callable[[], Any], args: Args, kwargs: Kwargs) -> None:
 
 def _make_tuner(tuner: Any) -> Any:
     from ejkernel.ops.execution.protocol import ProtocolTuner
-    from ejkernel.ops.execution.tuner import Autotuner
+    from ejkernel.ops.execution.tuner import Autotuner, TunerSettingError
 
     if tuner is None:
         return Autotuner()
+    if isinstance(tuner, type) or not (hasattr(tuner, "tune") or hasattr(tuner, "autotune")):
+        raise TunerSettingError(
+            f"tuner must be an Autotuner, or have autotune(make_fn, args, kwargs, candidates), got {tuner!r}. "
+            "Settings are Autotuner(budget_s=30, ...)."
+        )
     return tuner if hasattr(tuner, "tune") else ProtocolTuner(tuner)
 
 
@@ -378,8 +383,15 @@ def _make_shared(*tuning: Any) -> Any:
     return shared(*tuning)
 
 
+def _proof(*call: Any, **options: Any) -> Any:
+    from ejkernel.ops.execution.proof import proof
+
+    return proof(*call, **options)
+
+
 selection.make_tuner = _make_tuner
 selection.make_shared = _make_shared
+selection.proof = _proof
 
 _default: Executor | None = None
 _default_lock = threading.Lock()

@@ -35,12 +35,14 @@ def prover(
     kwargs: Kwargs,
     mismatch: Callable[[Any, Any], str | None],
     refusal: Callable[[Any], str | None],
+    *,
+    by_guess: bool = False,
 ) -> Callable[[Any], str | None] | None:
     """Says why what runs under `jax.grad` with a config is wrong, or None: the forward's output, and its gradients.
 
     A backward that has configs of its own is taken with its guess: what it is given depends on the forward's. Where
     nobody knows the right gradient, because neither reference nor guess can be differentiated here, no config is to
-    blame. `refusal` says why no call would run with a config, or None.
+    blame. `refusal` says why no call would run with a config, or None. `by_guess` leaves the reference out.
     """
     guess, own = heuristic(inv, kernel), BackwardKernel.of(kernel)
     if _method(inv, kernel, guess) is None:
@@ -70,7 +72,8 @@ def prover(
 
     @functools.cache
     def truth(of_guess: bool) -> tuple[Any, Gradients] | None:
-        return _first_known(inv.op_id, [reference] if of_guess else [reference, guessed])
+        sources = [guessed] if by_guess else [reference] if of_guess else [reference, guessed]
+        return _first_known(inv.op_id, sources)
 
     def prove(cfg: Any) -> str | None:
         if _method(inv, kernel, cfg) is None:
@@ -108,11 +111,13 @@ def _first_known(owner: str, sources: Sequence[Callable[[], Any]]) -> Any:
 
 def backward(
     inv: Invocation[Any, Any], forward: Kernel[Any, Any], args: Args, kwargs: Kwargs
-) -> tuple[Callable[[Any], Callable[..., Any]], Any, Gradients | None]:
-    """A backward that is tuned on its own: functions of `(saved, args, kwargs)`, what was saved, right gradients."""
+) -> tuple[Callable[[Any], Callable[..., Any]], Any, Callable[[], Gradients] | None]:
+    """A backward that is tuned on its own: functions of `(saved, args, kwargs)`, what was saved, right gradients.
+
+    These are computed when they are asked for; None if nobody knows them.
+    """
     cfg = inv.metadata.get("forward_cfg")
     cfg = heuristic(inv, forward) if cfg is None else cfg
-    truth = _true_pair(forward, args, kwargs)
     saved = _jitted(lambda a, k: _saved(inv, forward, cfg, a, k))(args, kwargs)
 
     def make_fn(cfg: Any) -> Callable[..., Any]:
@@ -121,7 +126,12 @@ def backward(
             raise NotImplementedError(f"{inv.op_id}: no backward for {cfg!r}")
         return lambda saved, a, k: _fitted(method(*saved, a, k, cfg), a)
 
-    return make_fn, saved, None if truth is None else truth[1]
+    def truth() -> Gradients:
+        pair = _true_pair(forward, args, kwargs)
+        assert pair is not None
+        return pair[1]
+
+    return make_fn, saved, None if getattr(forward, "reference", None) is None else truth
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -95,7 +95,12 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_proof(each: Mapping[str, Any]) -> bool:
+    return _is_text(each["id"]) and (each["reason"] is None or _is_text(each["reason"]))
+
+
 _CHECKS: dict[str, Callable[[Any], bool]] = {
+    "proof": _is_proof,
     "rejected": _is_rejected,
     "decided": _is_decided,
     "race": _is_race,
@@ -165,6 +170,17 @@ class History:
         self.rejected = {}
         self._append({"pardoned": True})
 
+    # --- Proofs ---
+
+    @property
+    def proofs(self) -> dict[str, str | None]:
+        """Configs of other calls by name: why each may not serve this one, None if it was proved that it may."""
+        return {each["id"]: each["reason"] for each in self._all("proof")}
+
+    def add_proof(self, name: str, cfg: Any, reason: str | None) -> None:
+        """Notes whether a config of another call may serve this one."""
+        self._append({"proof": {"id": name, "cfg": repr(cfg), "reason": reason}}, quiet=True)
+
     # --- Races ---
 
     def start_race(self, ids: Sequence[str], clock: str) -> list[dict[str, float]]:
@@ -211,8 +227,8 @@ class History:
         """Whether a search of this very space came to its end."""
         return space in self._all("searched")
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: dict[str, Any], *, quiet: bool = False) -> None:
         record = {"at": self._at, **record}
         self._records.append(record)
         if self._store is not None:
-            self._store.append_trial(self._key, record)
+            self._store.append_trial(self._key, record, quiet=quiet)

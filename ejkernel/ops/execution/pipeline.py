@@ -254,7 +254,23 @@ def chosen_or_guess(
 def residual_pair(kernel: Kernel[Any, Any], attempt: Attempt) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """`fwd_with_residuals` and `vjp` for the platform of an attempt, if the kernel has both."""
     found = [dispatch.find(kernel, m, attempt.inv.context, attempt.platform) for m in ("fwd_with_residuals", "vjp")]
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
+    if found[0] is not None and found[1] is not None:
+        return found[0], found[1]
+    if any(method is not None for method in found):
+        _check_pair(kernel)
+    return None
+
+
+def _check_pair(kernel: Kernel[Any, Any]) -> None:
+    """Refuses a kernel that has one half of a gradient and on no platform the other: JAX would differentiate `run`."""
+    pair = ("fwd_with_residuals", "vjp")
+    missing = [m for m in pair if not any(name == m or name.startswith(f"{m}_") for name in dir(kernel))]
+    if missing and not hasattr(kernel, "custom_vjp"):
+        have = next(m for m in pair if m not in missing)
+        raise KernelDefinitionError(
+            f"{kernel.op_id}: has {have} and no {missing[0]}, so its own gradient would never be used. Write both, or "
+            "custom_vjp, or neither."
+        )
 
 
 def backward_invocation(backward: BackwardKernel, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import candidates, forward_of, heuristic, refusal, run_with
+from ejkernel.ops.config.asking import as_space, candidates, forward_of, heuristic, refusal, run_with
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.core.meshed import on_mesh
 from ejkernel.ops.execution import gradients, proving
 from ejkernel.ops.execution.truth import once
@@ -70,12 +70,22 @@ def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = 
     owner = forward_of(kernel)
     if inv.is_abstract and getattr(owner, "example_inputs", None) is None:
         _refuse_integers(inv.op_id, (inv.args, dict(inv.kwargs)), backward=isinstance(kernel, BackwardKernel))
-    space = configs if configs is not None else candidates(inv, kernel)
+    proving.check_tolerance(getattr(owner, "tolerance", None), owner.op_id)
+    space = as_space(configs, f"{inv.op_id}: configs") if configs is not None else candidates(inv, kernel)
     return Outline(inv.op_id, space, heuristic(inv, kernel), getattr(owner, "reference", None) is not None)
 
 
-def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: bool = False) -> Problem:
-    """The problem of one call, forward or backward; `as_given` leaves its data alone, whether it tells much or not."""
+def from_call(
+    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: bool = False, by_guess: bool = False
+) -> Problem:
+    """The problem of one call, forward or backward.
+
+    Args:
+      inv: The call.
+      kernel: Whose call it is.
+      as_given: Leave its data alone, whether it tells much or not.
+      by_guess: Compare gradients with the guess's, which cost less than those of a reference.
+    """
     args, kwargs = concrete_inputs(inv, kernel)
     if not as_given:
         args, kwargs = telling((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
@@ -86,8 +96,7 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
         args, kwargs = jax.tree.map(put, (args, kwargs))
     mismatch = _mismatch_of(forward_of(kernel))
     if isinstance(kernel, BackwardKernel):
-        make_fn, saved, want = gradients.backward(inv, kernel.forward, args, kwargs)
-        truth = None if want is None else lambda: want
+        make_fn, saved, truth = gradients.backward(inv, kernel.forward, args, kwargs)
         return Problem(inv.op_id, make_fn, (saved, args, kwargs), {}, truth, mismatch)
 
     def runner(cfg: Any) -> Callable[..., Any]:
@@ -105,7 +114,7 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
         kwargs,
         _reference(kernel, args, kwargs),
         mismatch,
-        gradients.prover(inv, kernel, args, kwargs, mismatch, refused),
+        gradients.prover(inv, kernel, args, kwargs, mismatch, refused, by_guess=by_guess),
         getattr(kernel, "reference", None),
     )
 
@@ -113,7 +122,18 @@ def from_call(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: 
 def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:
     own = getattr(kernel, "mismatch", None)
     tolerance = getattr(kernel, "tolerance", None)
-    return own if own is not None else lambda got, want: proving.mismatch(got, want, tolerance)
+    if own is None:
+        return lambda got, want: proving.mismatch(got, want, tolerance)
+
+    def judge(got: Any, want: Any) -> str | None:
+        reason = own(got, want)
+        if reason is None or isinstance(reason, str):
+            return reason
+        raise KernelDefinitionError(
+            f"{kernel.op_id}: mismatch(got, want) must return how the two differ, in words, or None; got {reason!r:.200}."
+        )
+
+    return judge
 
 
 def _reference(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.core.kernel import KernelDefinitionError
+
 TOLERANCES = {
     "float64": 1e-9,
     "complex128": 1e-9,
@@ -25,11 +27,39 @@ REDUCED_FLOAT32 = 5e-3
 Tolerance = float | Mapping[str, float] | None
 
 
+def check_tolerance(tolerance: Any, owner: str) -> None:
+    """Refuses a `tolerance` that would not count, or not as it is meant.
+
+    Raises:
+      KernelDefinitionError: It is neither a number nor a mapping from dtypes to numbers.
+    """
+    if tolerance is None:
+        return
+    by_dtype = tolerance if isinstance(tolerance, Mapping) else {"float32": tolerance}
+    for name, limit in by_dtype.items():
+        if not _is_dtype(name):
+            raise KernelDefinitionError(
+                f"{owner}: tolerance has {name!r}, which is no dtype. Write names such as 'float32' and 'bfloat16'."
+            )
+        if not (isinstance(limit, (int, float, np.number)) and not isinstance(limit, bool) and limit >= 0):
+            raise KernelDefinitionError(
+                f"{owner}: tolerance must be a number from 0 on, or a mapping from dtypes to such, got {limit!r:.100}."
+            )
+
+
+def _is_dtype(name: Any) -> bool:
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        return False
+    return name is not None
+
+
 def tolerance_for(dtype: Any, override: Tolerance) -> float:
     """The tolerance for an output of this dtype; a kernel's own `tolerance` goes first."""
     name = np.dtype(dtype).name
     if isinstance(override, Mapping):
-        override = override.get(name)
+        override = {jnp.dtype(key).name: value for key, value in override.items()}.get(name)
     if override is not None:
         return float(override)
     if name in ("float32", "complex64") and jax.default_backend() != "cpu":

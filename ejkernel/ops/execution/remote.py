@@ -13,7 +13,7 @@ import jax
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.asking import source_of
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.execution.bench import Bench, Built, Rejected
 from ejkernel.ops.execution.problem import from_call
 from ejkernel.ops.execution.timers import TimerError
@@ -212,6 +212,10 @@ class RemoteBench:
             self._open()
         try:
             return self._worker.run(_do, method, *args, limit_s=limit_s)
+        except JobRaised as error:
+            if error.kind == KernelDefinitionError.__name__:
+                raise KernelDefinitionError(str(error).strip().splitlines()[-1].partition(": ")[2]) from error
+            raise
         finally:
             if self._worker.pid is None:
                 self._lose_worker()

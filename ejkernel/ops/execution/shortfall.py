@@ -20,7 +20,7 @@ def shortfall(tuning: Any, place: str) -> str | None:
         told.append(f"the guess {guess.cfg!r} {fate}, and goes on serving calls that are not tuned")
     if others and guess is not None and guess.status not in _OUT and all(c.status in _OUT for c in others):
         told.append(f"the guess {guess.cfg!r} stays because all other candidates are out ({len(others)})")
-    elif tuning.measurement is None and not tuning.complete:
+    elif tuning.measurement is None and not tuning.rounds:
         told.append(f"time was over before anything was measured; {tuning.cfg!r} is only a guess. Raise the budget")
     if not told:
         return None

@@ -12,7 +12,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
 from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.execution.benchmarking import benchmark as benchmark
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.offline import tune_calls
@@ -59,6 +59,7 @@ def autotune(
       tuner: Further settings; `num_warmup` and `num_iters` are then its own.
       **kwargs: The call's keyword arguments.
     """
+    _check_kernel(kernel)
     tuner = tuner if tuner is not None else Autotuner(num_warmup=num_warmup, num_iters=num_iters)
     args, kwargs = prepared(kernel, args, kwargs)
     inv = invocation(kernel, args, kwargs)
@@ -114,8 +115,21 @@ def _recorded_invocation(
     return Invocation(kernel=kernel, op_id=op_id, args=tuple(args), kwargs=dict(kwargs))
 
 
+def _check_kernel(kernel: Any) -> None:
+    if isinstance(kernel, Kernel):
+        return
+    name = getattr(kernel, "__name__", repr(kernel))
+    way = f"Write {name}()." if isinstance(kernel, type) and issubclass(kernel, Kernel) else "Put it into a Kernel's run."
+    raise KernelDefinitionError(f"autotune: expected a Kernel instance, got {name}, a {type(kernel).__name__}. {way}")
+
+
 def _selector(selector: ConfigSelectorChain | None) -> ConfigSelectorChain:
     if selector is not None:
+        if not isinstance(selector, ConfigSelectorChain):
+            hint = " An executor's selector is its .chooser." if isinstance(selector, Executor) else ""
+            raise RecordedCallsError(
+                f"selector must be a ConfigSelectorChain, got {type(selector).__name__}.{hint}"
+            )
         return selector
     executor: Executor = default_executor()
     if not isinstance(executor.chooser, ConfigSelectorChain):

@@ -52,6 +52,8 @@ def test_absent_is_none_and_not_an_error():
         (lambda c: c.get([1]), r"a key must be hashable, got \(\[1\],\)"),
         (lambda c: c.put(jnp.ones(2), 1), "a key must be hashable"),
         (lambda c: overlay_cache(3), "expected a cache or a mapping, got int"),
+        (lambda c: overlay_cache({"name": 3}), r"a key must be \(device, op_id, call_key\), got 'name'"),
+        (lambda c: overlay_cache({("device", "op"): 3}), r"a key must be .* got \('device', 'op'\)"),
     ],
 )
 def test_wrong_keys_are_named(call, message):

@@ -1,12 +1,16 @@
 """The store as a tier of selection: persistent entries, staleness, nearest shapes, what frozen says about a miss."""
 
+import itertools
 import os
+import shlex
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.cli import calls
 from ejkernel.ops import (
     Autotuner,
     ConfigCache,
@@ -14,10 +18,13 @@ from ejkernel.ops import (
     Executor,
     PersistentCache,
     autotune,
+    overlay_cache,
     policy_override,
 )
+from ejkernel.ops.config.packs import PackError
 from ejkernel.ops.config.persistent import StoreWarning
-from ejkernel.ops.config.selection import ConfigNotFoundError
+from ejkernel.ops.config.selection import ConfigNotFoundError, TuningWarning
+from tests import recorded_kernels
 from tests.support import OwnBackward, Plain, Scale
 from tests.tuning_kernels import busy
 
@@ -35,6 +42,23 @@ class Shaped(Plain):
 
     def config_space(self, inv):
         return [Scale(f) for f in (1, 2, 4, 8, 16, 32) if inv.args[0].shape[0] % f == 0]
+
+
+class Tiled(Shaped):
+    """The same numbers with every config that it can run with; shows what it was traced with."""
+
+    traced: ClassVar[list[Scale]] = []
+
+    def run(self, x, *, cfg):
+        type(self).traced.append(cfg)
+        return jnp.concatenate([2 * tile for tile in x.reshape(cfg.factor, -1, *x.shape[1:])])
+
+
+def traced_with(call, *args):
+    """The config that a call is traced with in the end: its proof comes first."""
+    Tiled.traced.clear()
+    np.testing.assert_array_equal(call(*args), 2 * args[0])
+    return Tiled.traced[-1]
 
 
 class Slow(Shaped):
@@ -162,11 +186,14 @@ class TestStale:
 class TestTransfer:
     def test_nearest_tuned_shape_serves_and_is_marked(self, tmp_path):
         executor, store = new(tmp_path)
-        put(executor, store, Scale(4), jnp.ones((16, 4)))
-        put(executor, store, Scale(2), jnp.ones((1024, 4)))
-        np.testing.assert_array_equal(executor(Shaped(), X), 4 * X)
-        explanation = executor.explain(Shaped(), X)
+        put(executor, store, Scale(4), jnp.ones((16, 4)), kernel=Tiled())
+        put(executor, store, Scale(2), jnp.ones((1024, 4)), kernel=Tiled())
+        assert "proved at the first call" in str(executor.explain(Tiled(), X))
+        assert executor.choose_config(Tiled(), X) == Scale(4)
+        np.testing.assert_array_equal(executor(Tiled(), X), 2 * X)
+        explanation = executor.explain(Tiled(), X)
         assert explanation.tier == "transferred"
+        assert "proved at the first call" not in str(explanation)
         assert "args[0].shape: (16, 4) -> (8, 4)" in str(explanation)
         assert len(store) == 2
 
@@ -190,7 +217,7 @@ class TestTransfer:
         np.testing.assert_array_equal(executor(Shaped(), X), X)
 
     @pytest.mark.parametrize("how", ["call", "autotune"])
-    def test_tuning_reaches_neighbours_that_were_traced_with_a_guess(self, tmp_path, how):
+    def test_tuning_reaches_neighbours_that_were_traced_with_a_guess(self, tmp_path, how, caplog):
         executor, _ = new(tmp_path)
         jitted = jax.jit(lambda x: executor(Slow(), x))
         near = jnp.ones((16, 4))
@@ -198,8 +225,10 @@ class TestTransfer:
         if how == "call":
             with policy_override(autotune="on"):
                 executor(Slow(), X)
+            assert "the guess Scale(factor=1) is wrong" in caplog.text
         else:
-            autotune(Slow(), X, selector=executor.chooser)
+            with pytest.warns(TuningWarning, match=r"the guess Scale\(factor=1\) is wrong"):
+                autotune(Slow(), X, selector=executor.chooser)
         assert executor.choose_config(Slow(), near) == Scale(2)
         np.testing.assert_array_equal(executor(Slow(), near), 2 * near)
         np.testing.assert_array_equal(jitted(near), 2 * near)
@@ -211,21 +240,21 @@ class TestTransfer:
         @jax.jit
         def jitted(x):
             traces.append(x.shape)
-            return executor(Shaped(), x)
+            return executor(Tiled(), x)
 
         near, far = jnp.ones((16, 4)), jnp.ones((1024, 4))
-        put(executor, store, Scale(2), near)
+        put(executor, store, Scale(2), near, kernel=Tiled())
         for x in (X, near):
-            np.testing.assert_array_equal(jitted(x), 2 * x)
+            assert traced_with(jitted, x) == Scale(2)
         for _ in range(3):
-            put(executor, store, Scale(2), near)
+            put(executor, store, Scale(2), near, kernel=Tiled())
             jitted(X), jitted(near)
         assert len(traces) == 2
-        put(executor, store, Scale(4), far)  # New, and perhaps nearer to somebody.
+        put(executor, store, Scale(4), far, kernel=Tiled())  # New, and perhaps nearer to somebody.
         jitted(X)
         count = len(traces)
         for _ in range(3):
-            put(executor, store, Scale(4), far)
+            put(executor, store, Scale(4), far, kernel=Tiled())
             jitted(X)
         assert len(traces) == count
 
@@ -246,7 +275,7 @@ class TestTransfer:
 
     def test_outcome_of_a_real_tuning_says_whether_the_guess_was_beaten(self, tmp_path):
         near = jnp.ones((16, 4))
-        for kernel, beaten in ((Shaped(), False), (Slowed(), True)):
+        for kernel, beaten in ((Tiled(), False), (Slowed(), True)):
             executor, store = new(tmp_path / type(kernel).__name__)
             inv = executor.explain(kernel, near).selection.inv
             executor.chooser.tune(inv, kernel, tuner=Autotuner(progress=False))
@@ -266,19 +295,19 @@ class TestTransfer:
 
     def test_policy_switches_it_off(self, tmp_path):
         executor, store = new(tmp_path)
-        put(executor, store, Scale(4), jnp.ones((16, 4)))
-        jitted = jax.jit(lambda x: executor(Shaped(), x))
-        np.testing.assert_array_equal(jitted(X), 4 * X)
+        put(executor, store, Scale(4), jnp.ones((16, 4)), kernel=Tiled())
+        jitted = jax.jit(lambda x: executor(Tiled(), x))
+        assert traced_with(jitted, X) == Scale(4)
         with policy_override(transfer=False):
-            np.testing.assert_array_equal(jitted(X), X)
+            assert traced_with(jitted, X) == Scale(1)
 
     def test_entry_of_a_neighbour_reaches_a_function_that_was_guessing(self, tmp_path):
         executor, store = new(tmp_path)
-        jitted = jax.jit(lambda x: executor(Shaped(), x))
-        np.testing.assert_array_equal(jitted(X), X)
-        put(executor, store, Scale(4), jnp.ones((16, 4)))
-        np.testing.assert_array_equal(jitted(X), 4 * X)
-        assert executor.choose_config(Shaped(), X) == Scale(4)
+        jitted = jax.jit(lambda x: executor(Tiled(), x))
+        assert traced_with(jitted, X) == Scale(1)
+        put(executor, store, Scale(4), jnp.ones((16, 4)), kernel=Tiled())
+        assert traced_with(jitted, X) == Scale(4)
+        assert executor.choose_config(Tiled(), X) == Scale(4)
 
     def test_symbolic_shapes_are_near_nothing(self, tmp_path):
         executor, store = new(tmp_path)
@@ -317,6 +346,66 @@ def test_frozen_miss_names_the_key_the_closest_entry_and_the_differing_fields(tm
     assert want[2] in text
     assert f"closest stored call is {near.call_key}:\n  args[0].shape: (16, 4) -> (8, 4)" in text
     np.testing.assert_array_equal(executor(Shaped(), jnp.ones((16, 4))), 2 * jnp.ones((16, 4)))
+
+
+def missed(executor, kernel, *args, **kwargs):
+    with pytest.raises(ConfigNotFoundError) as caught:
+        executor(kernel, *args, **kwargs)
+    return str(caught.value)
+
+
+def test_frozen_miss_shows_the_call_and_the_command_that_tunes_it(tmp_path):
+    kernel, words = recorded_kernels.Anything(), {"mode": "a b", "mask": X[0], "on": True, "left": None}
+    text = missed(new(tmp_path, autotune="frozen")[0], kernel, X, **words)
+    assert "The call: float32[8,4], left=None, mask=float32[4], mode='a b', on=True" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("To tune it: "))
+    command, target, *options = shlex.split(line.removeprefix("To tune it: "))[1:]
+    assert command == "tune"
+    settings = [value for option, value in itertools.pairwise(options) if option == "--set"]
+    (call,) = calls.named(target, options[options.index("--args") + 1], settings, grad=False)
+    assert call.call_key in text
+
+
+def test_frozen_miss_of_a_backward_asks_for_the_gradient(tmp_path):
+    executor, _ = new(tmp_path, autotune="frozen")
+    key = executor.explain(OwnBackward(), X, X).key
+    with overlay_cache({key: Scale(1)}), pytest.raises(ConfigNotFoundError, match=r"ejkernel tune .* --grad"):
+        jax.grad(lambda x: executor(OwnBackward(), x, X).sum())(X)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "args", "kwargs"),
+    [
+        (recorded_kernels.Anything(power=3), (X,), {}),
+        (recorded_kernels.Anything(), (X, 3), {}),
+        (recorded_kernels.Anything(), (X,), {"mode": jnp.sin}),
+        (recorded_kernels.Anything(), ({"a": X},), {}),
+        (type("Local", (Plain,), {"__qualname__": "f.<locals>.Local"})("local"), (X, X), {}),
+    ],
+    ids=["state", "static argument", "callable", "tree", "local class"],
+)
+def test_frozen_miss_that_no_command_describes_says_how_to_record_it(tmp_path, kernel, args, kwargs):
+    text = missed(new(tmp_path, autotune="frozen")[0], kernel, *args, **kwargs)
+    assert "To tune it: EJKERNEL_OPS_RECORD=1 " in text
+
+
+def test_frozen_call_under_vmap_says_how_to_record_it(tmp_path):
+    executor, _ = new(tmp_path, autotune="frozen")
+    with pytest.raises(ConfigNotFoundError, match="EJKERNEL_OPS_RECORD=1"):
+        jax.vmap(lambda x: executor(Shaped(), x))(X[None])
+
+
+def test_pack_that_cannot_be_read_is_an_error_where_the_policy_is_frozen(tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_PACKS", str(tmp_path / "mistyped.json"))
+    executor = Executor(ConfigSelectorChain(persistent=PersistentCache()))
+    with policy_override(autotune="frozen"):
+        for _ in range(2):
+            with pytest.raises(PackError, match=r"mistyped\.json"):
+                executor(Shaped(), X)
+    with pytest.warns(StoreWarning, match=r"mistyped\.json.*left out"):
+        np.testing.assert_array_equal(executor(Shaped(), X), X)
+    with policy_override(autotune="frozen"), pytest.raises(PackError, match=r"mistyped\.json"):
+        executor(Shaped(), X)
 
 
 def test_store_that_cannot_be_listed_is_left_out(tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 
 from ejkernel.ops import Kernel, registry
 from ejkernel.ops.core.autodiff import GradientError
-from tests.support import OwnBackward, Scale, new_executor
+from ejkernel.ops.core.kernel import KernelDefinitionError
+from tests.support import OwnBackward, Plain, Scale, new_executor
 
 X = jnp.arange(1.0, 5.0)
 
@@ -229,3 +230,39 @@ def test_compiled_call_has_the_gradient_of_the_call_where_backends_differ():
     executor = new_executor()
     for call in (lambda x: executor(Backends(), x), executor.compile(Backends(), X)):
         np.testing.assert_array_equal(jax.grad(lambda x, call=call: call(x).sum())(X), jnp.full(4, 7.0))
+
+
+class OnlyForward(Plain):
+    def fwd_with_residuals(self, x, y, *, cfg):
+        return self.run(x, y, cfg=cfg), None
+
+
+class OnlyBackward(Plain):
+    def vjp(self, residuals, out, dout, x, y, *, cfg):
+        return dout, dout
+
+
+class WithBoth(OnlyForward, OnlyBackward):
+    pass
+
+
+class BackwardElsewhere(OnlyForward):
+    """On this device JAX differentiates."""
+
+    def vjp_pallas(self, residuals, out, dout, x, y, *, cfg):
+        return dout, dout
+
+
+@pytest.mark.parametrize(("cls", "missing"), [(OnlyForward, "vjp"), (OnlyBackward, "fwd_with_residuals")])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.jit], ids=["call", "grad", "jit"])
+def test_half_a_gradient_is_refused(cls, missing, transform):
+    executor = new_executor()
+    with pytest.raises(KernelDefinitionError, match=rf"has .* and no {missing}, so its own gradient would never be used"):
+        transform(lambda x: executor(cls("half"), x, X).sum())(X)
+
+
+def test_gradient_in_two_classes_or_for_other_platforms_is_whole():
+    executor = new_executor()
+    grad = lambda cls: jax.grad(lambda x: executor(cls(cls.__name__), x, X).sum())(X)
+    np.testing.assert_array_equal(grad(WithBoth), jnp.ones(4))
+    np.testing.assert_allclose(grad(BackwardElsewhere), jnp.cos(X) * X, rtol=1e-6)

@@ -20,6 +20,7 @@ from ejkernel.ops import (
     AutotuningResult,
     ConfigCache,
     ConfigSelectorChain,
+    EjkernelError,
     Executor,
     PersistentCache,
     autotune,
@@ -31,7 +32,8 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.execution.tuning import RecordedCallsError
-from tests.tuning_kernels import FAST, MIDDLE, SLOW, Doubling, Gathering, OwnBackward, Work, call
+from tests.support import new_executor
+from tests.tuning_kernels import FAST, MIDDLE, SLOW, Doubling, Gathering, OwnBackward, Referenced, Work, call
 
 X = jnp.linspace(0.1, 1, 256)
 QUIET = Autotuner(progress=False)
@@ -388,3 +390,53 @@ def test_second_ctrl_c_ends_the_program(tmp_path):
         process.kill()
         _, err = process.communicate()
     assert "KeyboardInterrupt" in err
+
+
+class NoSpace(Doubling):
+    def config_space(self, inv):
+        return None
+
+
+class Yes(Referenced):
+    def mismatch(self, got, want):
+        return True
+
+
+class Tolerant(Referenced):
+    def __init__(self, tolerance):
+        super().__init__()
+        self.tolerance = tolerance
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: autotune(Doubling, X), r"autotune: expected a Kernel instance, got Doubling, a type\. Write Doubling\(\)"),
+        (lambda: autotune(jnp.sin, X), r"autotune: expected a Kernel instance, got sin, .* Put it into a Kernel's run"),
+        (lambda: autotune(None, X), "autotune: expected a Kernel instance, got None"),
+        (lambda: autotune(Doubling(), X, tuner=30), r"tuner must be an Autotuner, .* got 30\. .*budget_s=30"),
+        (lambda: autotune(Doubling(), X, tuner=Autotuner), "tuner must be an Autotuner"),
+        (lambda: autotune(Doubling(), X, selector=new_executor()), r"must be a ConfigSelectorChain, got Executor\. .*chooser"),
+        (lambda: autotune(Doubling(), X, selector=3), "must be a ConfigSelectorChain, got int"),
+        (lambda: autotune(Doubling(), X, configs=7), r"tests\.doubling: configs must give configs: .* got 7"),
+        (lambda: autotune(NoSpace(), X), r"tests\.doubling: config_space must give configs: .* got None"),
+        (lambda: autotune(Yes(), X), r"mismatch\(got, want\) must return how the two differ, in words, or None; got True"),
+        (lambda: autotune(Tolerant({"float23": 0.1}), X), "tolerance has 'float23', which is no dtype"),
+        (lambda: autotune(Tolerant({"float32": "1e-3"}), X), "tolerance must be a number from 0 on, .* got '1e-3'"),
+        (lambda: autotune(Tolerant("tight"), X), "tolerance must be a number from 0 on, .* got 'tight'"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_words(call, message):
+    with pytest.raises(EjkernelError, match=message):
+        call()
+
+
+def test_verdict_that_is_no_verdict_comes_back_from_a_worker_process():
+    with pytest.raises(EjkernelError, match=r"^tests\.doubling: mismatch\(got, want\) must return"):
+        autotune(Yes(), X, tuner=Autotuner(isolation="process", progress=False))
+
+
+def test_tolerance_may_name_dtypes_by_what_stands_for_them():
+    kernel = Tolerant({jnp.float32: 1.0})
+    kernel.space = (Work(FAST, "wrong"), Work(SLOW))
+    assert autotune(kernel, X, selector=ConfigSelectorChain()) == Work(FAST, "wrong")

@@ -137,7 +137,7 @@ class ProcessWorker:
         ).result()
         theirs.close()
         self._connection = ours
-        self._limit = self.memory_bytes or _three_quarters_of_available()
+        self._limit = self.memory_bytes or available_bytes() * 3 // 4
         self._ask(pickle.dumps((_hello, (_compat.config_values(),))), self.start_s, "start")
 
     def _ask(self, job: bytes, limit_s: float, name: str) -> Any:
@@ -213,10 +213,10 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise JobError(f"{fn!r}: a job and its arguments must be picklable ({error}).") from error
 
 
-def _three_quarters_of_available() -> int:
+def available_bytes() -> int:
+    """Memory of the host that nobody needs now; endless where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return sys.maxsize
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return kib * 1024 * 3 // 4
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
