@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from jax._src import pmap as _pmap
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
+
+# --- Operations ---
+
+# Not from `jax.extend`, which loads Pallas in 0.12: see `load_pallas`.
+Primitive = _core.Primitive
+jaxpr_as_fun = _core.jaxpr_as_fun
+
 
 # --- Values ---
 
@@ -252,7 +260,13 @@ def set_config_values(values: dict[str, Any]) -> None:
             jax.config.update(name, values[name])
 
 
-# --- Pallas Mosaic GPU ---
+# --- Pallas ---
+
+
+def load_pallas() -> None:
+    """Loads what adds to the key of every jit cache: later, while a kernel is traced, all would be traced again."""
+    if jax.__version_info__ >= (0, 12):
+        importlib.import_module("jax._src.pallas.fuser.jaxpr_fusion")
 
 
 def load_with_layout(ref: Any, *, layout: Any, optimized: bool = True) -> jax.Array:

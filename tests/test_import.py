@@ -30,6 +30,31 @@ def test_import_starts_no_backend_and_touches_no_file(tmp_path):
     assert not env_dir.exists()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "from tests.support import Plain; f = lambda x: Plain()(x, x)",
+        # As on an accelerator, whose kernels are loaded by the trace that first needs them.
+        "from ejkernel.modules import flash_attention; import importlib\n"
+        "def f(x):\n"
+        "    importlib.import_module('ejkernel.kernels.flash_attention.pallas')\n"
+        "    return flash_attention(x, x, x)",
+    ],
+)
+def test_first_call_of_a_process_has_nothing_traced_again(call):
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        f"{call}\n"
+        "traced, x = [], jnp.ones((1, 16, 2, 8))\n"
+        "before = jax.jit(lambda x: traced.append('before') or x)\n"
+        "here = jax.jit(lambda x: traced.append('here') or f(x))\n"
+        "before(x), here(x), here(x), before(x)\n"
+        "assert traced == ['before', 'here'], traced\n"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
 HOMES = {
     "core.kernel": ["Kernel", "Invocation"],
     "core": ["Kernel", "Invocation"],

@@ -1,0 +1,3 @@
+from ejkernel import _compat
+
+_compat.load_pallas()

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import jax
 from jax.core import Tracer
-from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from ejkernel import _compat
@@ -35,7 +34,7 @@ class Batching(Protocol):
         ...
 
 
-_call = jex_core.Primitive("ejkernel_call")
+_call = _compat.Primitive("ejkernel_call")
 _call.multiple_results = True
 
 
@@ -62,7 +61,7 @@ def _jitted(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
     if name not in known:
 
         def run(*operands: Any) -> list[Any]:
-            return jex_core.jaxpr_as_fun(closed())(*operands)
+            return _compat.jaxpr_as_fun(closed())(*operands)
 
         closed = weakref.ref(jaxpr)
         run.__name__ = run.__qualname__ = name
