@@ -177,6 +177,11 @@ def key_value_insert(client: Any, key: str, value: str) -> bool:
     return True
 
 
+def key_value_increment(client: Any, key: str) -> int:
+    """Adds one to a counter, which starts at zero; what it is now."""
+    return client.key_value_increment(key, 1)
+
+
 def key_value_get(client: Any, key: str, timeout_s: float) -> str | None:
     """The value of a key, waited for; None if it does not come within the time."""
     try:

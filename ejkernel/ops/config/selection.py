@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import warnings
@@ -24,7 +23,7 @@ from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils.fingerprint import current_device, qualified_name
 
 if TYPE_CHECKING:
-    from ejkernel.ops.config.agreement import Agreement, Question
+    from ejkernel.ops.config.agreement import Agreement, Data
     from ejkernel.ops.config.entry import StoredEntry
     from ejkernel.ops.config.joint import JointSelection
     from ejkernel.ops.config.persistent import PersistentCache
@@ -90,7 +89,7 @@ def make_tuner(tuner: Tuner | None) -> Any:
 
 
 def make_shared(
-    tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, question: Question
+    tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, place: str, claim: Data
 ) -> Any:
     """What `tuner` becomes when all processes measure; set by `ejkernel.ops.execution` too."""
     return tuner
@@ -104,15 +103,6 @@ def proof(
     Without `now` nothing is run: None if it is not known yet.
     """
     raise EjkernelError("ConfigSelectorChain: proving needs `import ejkernel.ops`.")
-
-
-def agreement_here() -> Agreement | None:
-    """How this process agrees with the others of its program; None if there are none."""
-    if _compat.distributed_client() is None:
-        return None
-    from ejkernel.ops.config.agreement import current
-
-    return current()
 
 
 def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
@@ -224,31 +214,34 @@ class ConfigSelectorChain:
         policy = effective_policy(self)
         if policy.autotune == "frozen" and self.persistent is not None:
             self.persistent.require_packs()
-        agreement = agreement_here() if policy.agree else None
+        joint = self._joint(policy)
         tiers: list[Tier] = []
-        for tier in self._local(inv, kernel) if agreement is not None else self._all_stored(inv, kernel, policy):
+        for tier in self._local(inv, kernel) if joint is not None else self._all_stored(inv, kernel, policy):
             tiers.append(tier)
             if tier.cfg is not None:
                 return Selection(inv, tier.cfg, tier.name, tuple(tiers), policy)
-        if agreement is None:
+        if joint is None:
             answer = self.on_miss(inv, kernel, policy)
         else:
-            agreed = self.joint.choose(agreement, inv, kernel, policy)
+            agreed = joint.choose(inv, kernel, policy)
             tiers += [Tier("memory"), Tier("persistent")]
             answer = Tier(agreed.tier, agreed.cfg, agreed.note)
         return Selection(inv, answer.cfg, answer.name, (*tiers, answer), policy)
 
-    def _agreed(self, inv: Invocation[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
+    def _agreed(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
         """What was chosen with other processes before, if there are any."""
-        if policy.agree and agreement_here() is not None and (known := self.joint.known(inv, policy)) is not None:
+        joint = self._joint(policy)
+        if joint is not None and (known := joint.known(inv, kernel, policy)) is not None:
             yield Tier("agreed", known.cfg, f"{known.tier}, {known.note}")
 
-    @functools.cached_property
-    def joint(self) -> JointSelection:
-        """The choices made with other processes."""
-        from ejkernel.ops.config.joint import JointSelection
+    def _joint(self, policy: AutotunePolicy) -> JointSelection | None:
+        """What chooses together with other processes; None if there are none, or the policy leaves each to itself."""
+        if not policy.agree or _compat.distributed_client() is None:
+            return None
+        from ejkernel.ops.config import agreement, joint
 
-        return JointSelection(self)
+        found = agreement.current()
+        return None if found is None else joint.JointSelection(self, found)
 
     def effective_policy(self) -> AutotunePolicy:
         """The policy here and now, overrides applied."""
@@ -257,7 +250,7 @@ class ConfigSelectorChain:
     def explain(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """Like `select`, but asks every tier and never tunes or raises on a miss."""
         policy = effective_policy(self)
-        tiers = [*self._local(inv, kernel), *self._agreed(inv, policy), *self.stored(inv, kernel, policy)]
+        tiers = [*self._local(inv, kernel), *self._agreed(inv, kernel, policy), *self.stored(inv, kernel, policy)]
         if policy.autotune == "on":
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
         elif policy.autotune != "frozen":
@@ -274,13 +267,13 @@ class ConfigSelectorChain:
         policy = effective_policy(self)
         if policy.autotune != "on" or any(t.cfg is not None for t in self._all_stored(inv, kernel, policy)):
             return False
-        agrees = policy.agree and agreement_here() is not None
-        return not agrees or self.joint.known(inv, policy) is None
+        joint = self._joint(policy)
+        return joint is None or joint.known(inv, kernel, policy) is None
 
     def holds(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
         """Whether `inv` would get more than a guess, or an error, or all processes must be asked."""
         policy = effective_policy(self)
-        if policy.autotune != "off" or (policy.agree and agreement_here() is not None):
+        if policy.autotune != "off" or self._joint(policy) is not None:
             return True
         return any(tier.cfg is not None for tier in self._all_stored(inv, kernel, policy))
 
@@ -459,9 +452,9 @@ class ConfigSelectorChain:
 
     def _tuned(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, configs: Any) -> Any:
         note_owner(kernel)
-        agreement = agreement_here() if effective_policy(self).agree else None
-        if agreement is not None:
-            return self.joint.tune(agreement, inv, kernel, tuner, configs)
+        joint = self._joint(effective_policy(self))
+        if joint is not None:
+            return joint.tune(inv, kernel, tuner, configs)
         made = make_tuner(tuner if tuner is not None else self.tuner)
         if configs is not None:
             return made.tune(inv, kernel, configs=configs)
@@ -500,11 +493,17 @@ class ConfigSelectorChain:
         return self._persistent_tier(store, inv, kernel, policy).cfg
 
     def shared_tuner(
-        self, tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, question: Question
+        self,
+        tuner: Any,
+        kernel: Kernel[Any, Any],
+        policy: AutotunePolicy,
+        agreement: Agreement,
+        place: str,
+        claim: Data,
     ) -> Any:
         """What measures in this process when all of them do."""
         made = make_tuner(tuner if tuner is not None else self.tuner)
-        return make_shared(made, kernel, policy, agreement, question)
+        return make_shared(made, kernel, policy, agreement, place, claim)
 
     def adopt(self, inv: Invocation[Any, Any], cfg: Any) -> None:
         """Takes a config that was measured for all into memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
@@ -12,7 +13,8 @@ from typing import Any, ClassVar
 import jax
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.agreement import Agreement, Question
+from ejkernel.ops.config.agreement import Agreement, Data
+from ejkernel.ops.config.joint import JointTuningWarning
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution import search
@@ -37,15 +39,15 @@ class PeerLostError(EjkernelError, RuntimeError):
 
 
 def shared(
-    tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, question: Question
+    tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, name: str, claim: Data
 ) -> Any:
     """What `tuner` becomes when all processes measure; tuners of other people's making stay as they are."""
     if not isinstance(tuner, Autotuner):
         return tuner
-    place = Place(agreement, f"{question.number}", policy.agree_s)
+    place, together = Place(agreement, name, policy.agree_s), claim["together"]
     if kernel.collective:
-        return TogetherTuner(tuner, place)
-    return ShardedTuner(tuner, place, question.decider(agreement.count)) if policy.sharded else tuner
+        return TogetherTuner(tuner, place, together)
+    return ShardedTuner(tuner, place, claim["claimer"]) if policy.sharded and together else tuner
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class ShardedTuner:
     tuner: Autotuner
     place: Place
     decider: int
+    """The process that has claimed the call."""
 
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Tuning:
         """The final's outcome in the process that decides, the own share's in the others."""
@@ -119,10 +122,14 @@ class TogetherTuner:
 
     tuner: Autotuner
     place: Place
+    together: bool
+    """Whether all processes have come."""
 
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Tuning:
-        """The same outcome in every process; only a guess if one of them was lost."""
+        """The same outcome in every process; only a guess if one of them did not come, or was lost."""
         what = outline(inv, kernel, configs)
+        if not self.together:
+            return self._guess(inv, what, f"not all have come within {self.place.timeout_s:g} s.")
         # All must go in step: a budget ends at another candidate in each process, and hosts differ in cores.
         effort = replace(self.tuner.effort(), budget_s=None, build_at_once=BUILD_AT_ONCE)
         steps = Steps(self.place)
@@ -133,11 +140,16 @@ class TogetherTuner:
 
         try:
             return self.tuner.outside(run)
-        except PeerLostError:
-            return _unmeasured(what)
+        except PeerLostError as error:
+            return self._guess(inv, what, str(error))
         except BaseException:
             steps.leave()
             raise
+
+    def _guess(self, inv: Invocation[Any, Any], what: Outline, reason: str) -> Tuning:
+        text = f"{inv.op_id}: it communicates, so all processes must measure it, and {reason} The guess is used."
+        warnings.warn(text, JointTuningWarning, 2)
+        return _unmeasured(what)
 
     def _bench(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Bench:
         return self.tuner.bench(from_call(inv, kernel), timer=CountedClock())
