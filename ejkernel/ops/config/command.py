@@ -65,7 +65,9 @@ def _is_same_call(
 
     def trace(arrays: list[Any], traced: dict[str, Any]) -> tuple[()]:
         args, kwargs = kernel.prepare(*arrays, **static, **traced)
-        found.append(replace(inv, kernel=kernel, op_id=kernel.op_id, args=abstractify(args), kwargs=abstractify(kwargs)))
+        found.append(
+            replace(inv, kernel=kernel, op_id=kernel.op_id, args=abstractify(args), kwargs=abstractify(kwargs))
+        )
         return ()
 
     try:

@@ -356,8 +356,8 @@ class ConfigSelectorChain:
         changes = "; ".join(differences(entry.signature or {}, inv.signature))
         if entry.kept_guess:
             return Tier("transferred", None, f"the guess was not beaten for {changes}")
-        if agreement_here() is not None:
-            return Tier("transferred", None, f"tuned for {changes}; one process proves nothing for the others")
+        if kernel.collective and _compat.distributed_client() is not None:
+            return Tier("transferred", None, f"tuned for {changes}; one process alone cannot prove a collective kernel")
         with self._flights.of(("proof", *inv.key)) if now else nullcontext():
             found = proof(inv, kernel, entry.cfg, self.persistent, now=now)
         if found is None:

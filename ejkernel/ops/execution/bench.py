@@ -208,7 +208,9 @@ def _place(error: BaseException) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-_OTHERS = tuple(f"{path}{os.sep}" for path in (*jax.__path__, *jaxlib.__path__, *np.__path__, Path(__file__).parents[1]))
+_OTHERS = tuple(
+    f"{path}{os.sep}" for path in (*jax.__path__, *jaxlib.__path__, *np.__path__, Path(__file__).parents[1])
+)
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 
 

@@ -159,4 +159,3 @@ def _candidate(c: Candidate) -> dict[str, Any]:
         "median_ms": None if measured is None else measured.median_ms,
         **times,
     }
-

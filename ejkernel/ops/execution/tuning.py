@@ -119,7 +119,9 @@ def _check_kernel(kernel: Any) -> None:
     if isinstance(kernel, Kernel):
         return
     name = getattr(kernel, "__name__", repr(kernel))
-    way = f"Write {name}()." if isinstance(kernel, type) and issubclass(kernel, Kernel) else "Put it into a Kernel's run."
+    way = (
+        f"Write {name}()." if isinstance(kernel, type) and issubclass(kernel, Kernel) else "Put it into a Kernel's run."
+    )
     raise KernelDefinitionError(f"autotune: expected a Kernel instance, got {name}, a {type(kernel).__name__}. {way}")
 
 
@@ -127,9 +129,7 @@ def _selector(selector: ConfigSelectorChain | None) -> ConfigSelectorChain:
     if selector is not None:
         if not isinstance(selector, ConfigSelectorChain):
             hint = " An executor's selector is its .chooser." if isinstance(selector, Executor) else ""
-            raise RecordedCallsError(
-                f"selector must be a ConfigSelectorChain, got {type(selector).__name__}.{hint}"
-            )
+            raise RecordedCallsError(f"selector must be a ConfigSelectorChain, got {type(selector).__name__}.{hint}")
         return selector
     executor: Executor = default_executor()
     if not isinstance(executor.chooser, ConfigSelectorChain):

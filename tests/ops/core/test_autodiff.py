@@ -257,7 +257,9 @@ class BackwardElsewhere(OnlyForward):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.jit], ids=["call", "grad", "jit"])
 def test_half_a_gradient_is_refused(cls, missing, transform):
     executor = new_executor()
-    with pytest.raises(KernelDefinitionError, match=rf"has .* and no {missing}, so its own gradient would never be used"):
+    with pytest.raises(
+        KernelDefinitionError, match=rf"has .* and no {missing}, so its own gradient would never be used"
+    ):
         transform(lambda x: executor(cls("half"), x, X).sum())(X)
 
 

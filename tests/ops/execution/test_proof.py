@@ -239,5 +239,7 @@ def test_one_of_many_processes_takes_the_guess(setting, monkeypatch):
 def test_options_of_the_caller_count(setting, context):
     executor = setting(Total())
     with context():
-        np.testing.assert_array_equal(jax.jit(lambda x: executor(Total(), x))(jnp.arange(24.0, dtype="float32")), 2 * np.arange(24.0))
+        np.testing.assert_array_equal(
+            jax.jit(lambda x: executor(Total(), x))(jnp.arange(24.0, dtype="float32")), 2 * np.arange(24.0)
+        )
         assert executor.choose_config(Total(), jnp.ones(24, jnp.float32)) == Chunks(8)

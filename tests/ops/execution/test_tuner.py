@@ -762,7 +762,9 @@ def test_caller_is_told_that_all_other_candidates_failed_once_and_where(store):
     (text,) = (str(w.message) for w in told)
     first, failed, wrong = text.splitlines()
     assert "stays because all other candidates are out (7)" in first
-    assert re.search(r"6 failed, such as Work\(loops=2, .*ZeroDivisionError: division by zero \(.*tuning_kernels\.py:\d+\)", failed)
+    assert re.search(
+        r"6 failed, such as Work\(loops=2, .*ZeroDivisionError: division by zero \(.*tuning_kernels\.py:\d+\)", failed
+    )
     assert "wrong: Work(loops=1, fault='wrong'" in wrong
 
 

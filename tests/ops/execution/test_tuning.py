@@ -411,16 +411,25 @@ class Tolerant(Referenced):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: autotune(Doubling, X), r"autotune: expected a Kernel instance, got Doubling, a type\. Write Doubling\(\)"),
+        (
+            lambda: autotune(Doubling, X),
+            r"autotune: expected a Kernel instance, got Doubling, a type\. Write Doubling\(\)",
+        ),
         (lambda: autotune(jnp.sin, X), r"autotune: expected a Kernel instance, got sin, .* Put it into a Kernel's run"),
         (lambda: autotune(None, X), "autotune: expected a Kernel instance, got None"),
         (lambda: autotune(Doubling(), X, tuner=30), r"tuner must be an Autotuner, .* got 30\. .*budget_s=30"),
         (lambda: autotune(Doubling(), X, tuner=Autotuner), "tuner must be an Autotuner"),
-        (lambda: autotune(Doubling(), X, selector=new_executor()), r"must be a ConfigSelectorChain, got Executor\. .*chooser"),
+        (
+            lambda: autotune(Doubling(), X, selector=new_executor()),
+            r"must be a ConfigSelectorChain, got Executor\. .*chooser",
+        ),
         (lambda: autotune(Doubling(), X, selector=3), "must be a ConfigSelectorChain, got int"),
         (lambda: autotune(Doubling(), X, configs=7), r"tests\.doubling: configs must give configs: .* got 7"),
         (lambda: autotune(NoSpace(), X), r"tests\.doubling: config_space must give configs: .* got None"),
-        (lambda: autotune(Yes(), X), r"mismatch\(got, want\) must return how the two differ, in words, or None; got True"),
+        (
+            lambda: autotune(Yes(), X),
+            r"mismatch\(got, want\) must return how the two differ, in words, or None; got True",
+        ),
         (lambda: autotune(Tolerant({"float23": 0.1}), X), "tolerance has 'float23', which is no dtype"),
         (lambda: autotune(Tolerant({"float32": "1e-3"}), X), "tolerance must be a number from 0 on, .* got '1e-3'"),
         (lambda: autotune(Tolerant("tight"), X), "tolerance must be a number from 0 on, .* got 'tight'"),
