@@ -25,7 +25,7 @@ PEAKS = {
 
 def summarise(entries: Iterable[StoredEntry], source: str, *, packs_are_others: bool = False) -> Data:
     """Everything that the page shows; with `packs_are_others`, entries of packs are told apart and not added up."""
-    calls = [_call(entry) | {"own": not (packs_are_others and entry.origin == "pack")} for entry in entries]
+    calls: list[Data] = [_call(entry) | {"own": not (packs_are_others and entry.origin == "pack")} for entry in entries]
     devices = sorted({call["device"] for call in calls})
     return {"source": source, "calls": calls, "peaks": {device: _peaks(device) for device in devices}}
 

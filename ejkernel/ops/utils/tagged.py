@@ -82,7 +82,10 @@ def decode(data: Any, hint: Any = None, where: str = "value", how: Reading = CHE
         if tag == "$type":
             return decode_record(find_class(data["$type"], hint, where, how), data["fields"], where, how)
         if tag == "$enum":
-            return decode_member(find_class(data["$enum"], hint, where, how), data, where)
+            # Finding a member by its name runs nothing; by its value it may.
+            return decode_member(
+                find_class(data["$enum"], hint, where, CHECKED if "name" in data else how), data, where
+            )
         return _DECODERS[tag](data, inner)
     except ConfigMismatchError:
         raise
@@ -173,7 +176,8 @@ def _dtype(data: Any, _: Any) -> Any:
 
 
 def _scalar(data: Any, inner: Any) -> Any:
-    kind, value = _dtype({"$dtype": data["$scalar"]}, inner).type, inner(data["value"])
+    kind: Any = _dtype({"$dtype": data["$scalar"]}, inner).type
+    value = inner(data["value"])
     # Others take a number for a size: `np.void(2 * 10**9)` is two gigabytes.
     is_numeric = issubclass(kind, np.number | np.bool_) or kind.__module__ == "ml_dtypes"
     if not is_numeric or not isinstance(value, bool | int | float | complex):

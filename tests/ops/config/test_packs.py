@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import json
 import os
@@ -287,6 +288,27 @@ def test_a_pack_makes_subclasses_of_what_a_field_names(tmp_path):
     tile = {"$type": f"{Tile.__module__}:Tile", "fields": {"rows": 3}}
     path = hostile_pack(tmp_path / "p.json", {"tile": tile})
     assert PersistentCache(tmp_path / "store", packs=[path]).get(KEY, cfg_type=Open) == Open(Tile(3))
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Mask(enum.Flag):
+    LOW = 1
+
+    @classmethod
+    def _missing_(cls, value):
+        raise AssertionError("runs")
+
+
+def test_a_pack_names_members_of_enums_but_makes_no_flags(tmp_path):
+    name = lambda cls: {"$enum": f"{cls.__module__}:{cls.__name__}"}
+    path = hostile_pack(tmp_path / "p.json", {"extra": {**name(Color), "name": "RED"}})
+    assert PersistentCache(tmp_path / "a", packs=[path]).get(KEY, cfg_type=Open) == Open(extra=Color.RED)
+    path = hostile_pack(tmp_path / "p.json", {"extra": {**name(Mask), "value": 8}})
+    with pytest.warns(StoreWarning, match="Mask' is none of them"):
+        assert PersistentCache(tmp_path / "a", packs=[path]).get(KEY, cfg_type=Open) is None
 
 
 def test_the_own_store_reads_back_classes_that_no_field_names(tmp_path):
