@@ -331,8 +331,8 @@ class PersistentCache:
 def _note_stale_pack(name: str) -> None:
     """Says once a process that a pack is of another day: whoever installed it can do little about that."""
     _log.info(
-        'pack %s: its configs were tuned with another JAX or an earlier kernel. They are used; stale="ignore" refuses '
-        "them, and tuning puts entries of the store before them.",
+        "pack %s: its configs were tuned with another JAX or an earlier kernel. They are used; EJKERNEL_STALE=ignore "
+        "refuses them, and tuning puts entries of the store before them.",
         name,
     )
 

@@ -10,7 +10,7 @@ import base64
 import enum
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -83,9 +83,8 @@ def decode(data: Any, hint: Any = None, where: str = "value", how: Reading = CHE
             return decode_record(find_class(data["$type"], hint, where, how), data["fields"], where, how)
         if tag == "$enum":
             # Finding a member by its name runs nothing; by its value it may.
-            return decode_member(
-                find_class(data["$enum"], hint, where, CHECKED if "name" in data else how), data, where
-            )
+            asked = CHECKED if "name" in data else how
+            return decode_member(find_class(data["$enum"], hint, where, asked), data, where)
         return _DECODERS[tag](data, inner)
     except ConfigMismatchError:
         raise
@@ -176,13 +175,12 @@ def _dtype(data: Any, _: Any) -> Any:
 
 
 def _scalar(data: Any, inner: Any) -> Any:
-    kind: Any = _dtype({"$dtype": data["$scalar"]}, inner).type
-    value = inner(data["value"])
+    kind, value = _dtype({"$dtype": data["$scalar"]}, inner).type, inner(data["value"])
     # Others take a number for a size: `np.void(2 * 10**9)` is two gigabytes.
     is_numeric = issubclass(kind, np.number | np.bool_) or kind.__module__ == "ml_dtypes"
     if not is_numeric or not isinstance(value, bool | int | float | complex):
         raise ValueError(f"{value!r} is not a {data['$scalar']} number")
-    return kind(value)
+    return cast(Any, kind)(value)
 
 
 def _np_type(data: Any, _: Any) -> Any:
