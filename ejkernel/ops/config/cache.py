@@ -99,7 +99,7 @@ class _FrozenTier:
     """A mapping as it was when the overlay was entered."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
-        self._entries = {_as_call_key(key): cfg for key, cfg in mapping.items()}
+        self._entries: dict[Hashable, Any] = {_as_call_key(key): cfg for key, cfg in mapping.items()}
         self.token = context.token_of(self._entries)
 
     def get(self, *key: Any) -> Any:

@@ -8,11 +8,11 @@ import types
 import typing
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import candidates, heuristic, source_of
+from ejkernel.ops.config.asking import candidates, forward_of, heuristic, source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import classes
 from ejkernel.ops.utils.fingerprint import qualified_name
@@ -49,23 +49,24 @@ def misfit(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str
 
     A kernel says it with the type argument of `Kernel[Cfg, Out]`, with its guess, and with its candidates.
     """
-    declared = _classes(kernel.cfg_type)
-    if isinstance(cfg, declared):
+    declared = _classes(forward_of(kernel).cfg_type)
+    if isinstance(cfg, declared) or any(isinstance(cfg, kind) for kind in _shown(inv, kernel)):
         return None
-    shown = list(_shown(inv, kernel))
-    if any(isinstance(cfg, kind) for kind in shown):
-        return None
-    return " or ".join(dict.fromkeys(map(qualified_name, (*declared, *shown)))) or None
+    return " or ".join(dict.fromkeys(map(qualified_name, (*declared, *_shown(inv, kernel))))) or None
 
 
-def _shown(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[type]:
-    """The classes of the kernel's guess and candidates for a call."""
+def _shown(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[type]:
+    """The classes of the kernel's guess for a call, and of its candidates."""
     try:
-        space = candidates(inv, kernel)
-        listed = [] if isinstance(space, Mapping) else list(itertools.islice(space, _LISTED))
-        return list(dict.fromkeys(type(cfg) for cfg in [heuristic(inv, kernel), *listed] if cfg is not None))
+        listed = itertools.chain([heuristic(inv, kernel)], _listed(inv, kernel))
+        yield from (type(cfg) for cfg in listed if cfg is not None)
     except Exception:  # noqa: BLE001 - a kernel that cannot guess for this call says nothing about its configs.
-        return []
+        return
+
+
+def _listed(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[Any]:
+    space = candidates(inv, kernel)
+    yield from () if isinstance(space, Mapping) else itertools.islice(space, _LISTED)
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
@@ -110,7 +111,7 @@ def _place(cls: type) -> tuple[str, str]:
 
 
 def note_owner(kernel: Kernel[Any, Any]) -> None:
-    """Notes whose op id this is; warns if a kernel of another family has it already, since the two share all configs."""
+    """Notes whose op id this is; warns if a kernel of another family has it already: the two share all configs."""
     kernel = source_of(kernel)
     cls = type(kernel)
     with _lock:
@@ -119,8 +120,8 @@ def note_owner(kernel: Kernel[Any, Any]) -> None:
             return
         _owners[kernel.op_id] = cls
     warnings.warn(
-        f"{kernel.op_id}: {qualified_name(cls)} and {qualified_name(other)} are two kernels with one op id, and what is "
-        "tuned for one is looked up for the other. Give one of them another name.",
+        f"{kernel.op_id}: {qualified_name(cls)} and {qualified_name(other)} are two kernels with one op id, and what "
+        "is tuned for one is looked up for the other. Give one of them another name.",
         ConfigClassWarning,
         stacklevel=2,
     )

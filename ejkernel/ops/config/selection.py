@@ -320,8 +320,8 @@ class ConfigSelectorChain:
             self._told.add((found, inv.op_id))
             text = (
                 f"{inv.op_id}: what {tier.name} holds for call {inv.call_key} is a {found}, and "
-                f"{qualified_name(type(source_of(kernel)))} takes a {wanted}. It counts as absent. If two kernels share "
-                "this op id, give one of them another name."
+                f"{qualified_name(type(source_of(kernel)))} takes a {wanted}. It counts as absent. If two kernels "
+                "share this op id, give one of them another name."
             )
             warnings.warn(text, ConfigClassWarning, stacklevel=2)
         return Tier(tier.name, None, f"a {found}, not a {wanted}")

@@ -130,7 +130,8 @@ def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:
         if reason is None or isinstance(reason, str):
             return reason
         raise KernelDefinitionError(
-            f"{kernel.op_id}: mismatch(got, want) must return how the two differ, in words, or None; got {reason!r:.200}."
+            f"{kernel.op_id}: mismatch(got, want) must return how the two differ, in words, or None; got "
+            f"{reason!r:.200}."
         )
 
     return judge

@@ -36,8 +36,8 @@ def source_hash(item: Any, *, skip: _Skip = (), first: bool = False) -> str | No
     """A hash of the code of a class, given itself or as an instance.
 
     Covers its bases, and what they name of the same package: global functions and classes, constants of modules as they
-    are written there, and modules imported inside a function. Methods whose names begin with one of `skip` are left out.
-    Where there is no source (a class typed into a prompt) the compiled code counts, which differs between Python
+    are written there, and modules imported inside a function. Methods whose names begin with one of `skip` are left
+    out. Where there is no source (a class typed into a prompt) the compiled code counts, which differs between Python
     versions. None if there is not even that. `first` is the hash as it was first defined, without constants.
     """
     cls = item if isinstance(item, type) else type(item)
@@ -201,15 +201,16 @@ def _written(constant: _Constant) -> str | None:
 def _named_by(constant: _Constant, package: str) -> Iterator[Any]:
     """What the text that sets a constant names."""
     module, tree = sys.modules.get(constant.module), _tree(constant.module)
-    for node in _settings(tree, constant.name) if module is not None and tree is not None else ():
+    if module is None or tree is None:
+        return
+    for node in _settings(tree, constant.name):
         names = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node) if isinstance(n, _NAMES)}
         yield from _reached(names - {constant.name}, vars(module), package)
         if isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__)
-            for alias in node.names:
-                there = vars(sys.modules[source]) if source in sys.modules else {}
-                if constant.name == (alias.asname or alias.name) and alias.name in there:
-                    yield from _ours([(alias.name, constant.value)], there, package)
+            there = vars(sys.modules[source]) if source in sys.modules else {}
+            named = [alias.name for alias in node.names if constant.name == (alias.asname or alias.name)]
+            yield from _ours([(name, constant.value) for name in named if name in there], there, package)
 
 
 _NAMES = (ast.Name, ast.Attribute)

@@ -746,7 +746,7 @@ def test_where_nothing_is_left_all_are_tried_again(store):
     kernel, selector = Fixable(), ConfigSelectorChain(persistent=store)
     broken.append(True)
     for _ in range(2):
-        with pytest.raises(TuningError, match="3 failed, such as .*: ZeroDivisionError: a bug"):
+        with pytest.raises(TuningError, match=r"3 failed, such as .*: ZeroDivisionError: a bug"):
             autotune(kernel, X, selector=selector, tuner=QUIET)
     broken.clear()
     assert autotune(kernel, X, selector=selector, tuner=QUIET) == Work(FAST)

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ejkernel.modules import FlashAttention
-from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils import source
+from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.source import is_source, normal, source_hash
 
 KERNEL = '''
