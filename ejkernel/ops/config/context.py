@@ -1,13 +1,16 @@
 """Overlays, policy overrides and cache changes, as every jit cache sees them.
 
 Both values live in JAX user contexts, which are part of the key of each jit cache: a function that was jitted before
-is traced again when they change, and found again when they change back.
+is traced again when they change, and found again when they change back. JAX knows threads only. Tasks of an event loop
+take turns in one, so what a block adds lives in a context variable, and JAX is shown that of the task that runs.
 """
 
 from __future__ import annotations
 
+import contextvars
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from ejkernel import _compat
 from ejkernel.ops.utils.arguments import scalar_key
 
 
@@ -63,31 +67,163 @@ class Scope(NamedTuple):
     overrides: tuple[Override, ...] = ()
 
 
-_scope = jax.make_user_context(default_value=Scope())
+_NOTHING = Scope()
+
+
+class _Seen:
+    """A scope as jit caches hold it, found again only by code that is in it.
+
+    JAX looks a function up before any code of ours runs: here it is noticed that another task has its turn.
+    """
+
+    __slots__ = ("_hash", "scope", "wrong")
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self._hash = hash((scope.overlays, tuple(o for o in scope.overrides if o.selector is None)))
+        self.wrong = False
+        """Whether it was shown to code that is in another one: whatever a cache has under it is never found."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not _Seen or self._hash != other._hash:
+            return False
+        _local.thread.follow()
+        if self.wrong or other.wrong:
+            return False
+        one, two = self.scope, other.scope
+        return one is two or one == two or _visible(one) == _visible(two)
+
+    def __hash__(self) -> int:
+        thread = _local.thread
+        thread.follow()
+        if thread.seen is self:
+            # A cache may keep it as a key now, and what is identical is not compared.
+            thread.show(self.scope)
+        return self._hash
+
+
+class _Block:
+    """What one `with` block adds to the scope of the code inside."""
+
+    def __init__(self, thread: _Thread, overlay: Overlay | None, override: Override | None) -> None:
+        self.outer = _block.get()
+        self.overlay = overlay
+        self.override = override
+        self.thread: _Thread | None = thread
+        """Where it was entered; None once it is left."""
+
+
+class _Thread:
+    """What JAX is shown in one thread."""
+
+    def __init__(self) -> None:
+        self.open: set[_Block] = set()
+        self.seen: _Seen | None = None
+        self.shown: Any = self
+        """The innermost block, open or not, of the code whose scope JAX is shown."""
+        self._unshow: Any = None
+
+    def scope(self) -> Scope:
+        """What the code that runs is in: the blocks of this thread around it that have not been left."""
+        blocks, block = [], _block.get()
+        while block is not None:
+            if block.thread is self:
+                blocks.append(block)
+            block = block.outer
+        overlays = tuple(b.overlay for b in reversed(blocks) if b.overlay is not None)
+        overrides = tuple(b.override for b in reversed(blocks) if b.override is not None)
+        return Scope(overlays, overrides)
+
+    def follow(self) -> None:
+        """Shows JAX another scope if it was shown that of another task."""
+        if self.seen is not None and _block.get() is not self.shown:
+            self.seen.wrong = True
+            self.show()
+
+    def show(self, scope: Scope | None = None) -> None:
+        """Shows JAX the scope of the code that runs, or nothing where no block is open."""
+        self.shown = _block.get()
+        if self.open:
+            self.seen = _Seen(self.scope() if scope is None else scope)
+            shown = _scope(self.seen)
+            shown.__enter__()
+            self._unshow = self._unshow or shown
+        elif self._unshow is not None:
+            self._unshow.__exit__(None, None, None)
+            self._unshow = self.seen = None
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
+
+
+_local = _Local()
+_block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("ejkernel_block", default=None)
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Selectors that have answered inside of a jitted function."""
+_scope = jax.make_user_context(default_value=_Seen(_NOTHING))
 _generation = jax.make_user_context(default_value=0)
 _lock = threading.Lock()
 
 
+def _visible(scope: Scope) -> Scope:
+    """What of a scope the functions that were jitted so far may depend on."""
+    overrides = tuple(o for o in scope.overrides if o.selector is None or was_asked(o.selector.target))
+    return Scope(scope.overlays, overrides)
+
+
 def current_scope() -> Scope:
-    """The scope of this thread."""
-    return _scope.value
+    """The scope of the code that runs."""
+    thread = _local.thread
+    thread.follow()
+    return thread.scope() if thread.open else _NOTHING
+
+
+def overrides_of(selector: Any) -> list[Override]:
+    """What overrides the policy of a selector that is about to answer, the innermost last."""
+    if _compat.trace_state.value is not _compat.EAGER:
+        _asked.add(selector)
+    return [o for o in current_scope().overrides if o.selector is None or o.selector.target is selector]
+
+
+def was_asked(selector: Any) -> bool:
+    """Whether a function that was jitted so far may depend on a selector."""
+    return selector in _asked
 
 
 @contextmanager
 def entered(*, overlay: Overlay | None = None, override: Override | None = None) -> Iterator[None]:
-    """Adds to the scope of this thread for the duration of a `with` block."""
-    scope = current_scope()
-    if overlay is not None:
-        scope = scope._replace(overlays=(*scope.overlays, overlay))
-    if override is not None:
-        scope = scope._replace(overrides=(*scope.overrides, override))
-    with _scope(scope):
+    """Adds to the scope of this thread, and of this task in it, for the duration of a `with` block."""
+    with _entered([(overlay, override)]):
         yield
 
 
 def same_scope() -> AbstractContextManager[None]:
     """A context that gives another thread the scope of this one."""
-    return _scope(current_scope())
+    scope = current_scope()
+    return _entered([*((overlay, None) for overlay in scope.overlays), *((None, o) for o in scope.overrides)])
+
+
+@contextmanager
+def _entered(additions: Iterable[tuple[Overlay | None, Override | None]]) -> Iterator[None]:
+    thread, before = _local.thread, _block.get()
+    blocks = []
+    for overlay, override in additions:
+        blocks.append(_Block(thread, overlay, override))
+        _block.set(blocks[-1])
+    thread.open.update(blocks)
+    thread.show()
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.thread = None
+        thread.open.difference_update(blocks)
+        if blocks and _block.get() is blocks[-1]:
+            _block.set(before)
+        thread.shown = thread  # If this is another thread, it has yet to notice.
+        _local.thread.show()
 
 
 def invalidate() -> None:
@@ -102,7 +238,7 @@ class Served:
     def __init__(self) -> None:
         self._answers: dict[Hashable, list[Hashable]] = {}
         self._guessed: dict[Hashable, set[Hashable]] = {}
-        self._held: dict[Hashable, Hashable] = {}
+        self._held: dict[Hashable, Hashable] = {}  # As other calls see it.
         self._lock = threading.Lock()
 
     def ask(self, key: Hashable) -> None:
@@ -129,15 +265,16 @@ class Served:
             if _PENDING in answers:
                 answers.remove(_PENDING)
 
-    def changed(self, key: Hashable, cfg: Any) -> None:
-        """The cache now holds `cfg` (None: nothing) under `key`."""
+    def changed(self, key: Hashable, cfg: Any, *, transferable: bool = True) -> None:
+        """The cache now holds `cfg` (None: nothing) under `key`; other calls may take it if it is transferable."""
         token, group = _token(cfg), _group(key)
+        for_others = token if transferable else None
         with self._lock:
             answers = self._answers.get(key, [])
             guessed = self._guessed.get(group, set())
             # Neighbours notice only what is new: not what this cache held, or has served, before.
-            new = self._held.get(key) != token and (key in guessed or not answers)
-            self._held[key] = token
+            new = self._held.get(key) != for_others and (key in guessed or not answers)
+            self._held[key] = for_others
             if all(answer == token for answer in answers) and not (new and guessed - {key}):
                 return
             self._answers.pop(key, None)

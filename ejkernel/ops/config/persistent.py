@@ -288,7 +288,8 @@ class PersistentCache:
     def _changed(self, entry: StoredEntry) -> None:
         if "served" in vars(self):
             fitting = self._fitting(entry, None)
-            self.served.changed(entry.key, None if fitting is None else fitting.cfg)
+            cfg = None if fitting is None else fitting.cfg
+            self.served.changed(entry.key, cfg, transferable=entry.signature is not None)
 
     def _note_stale(self, entry: StoredEntry, reason: str | None, policy: Stale) -> None:
         if reason is None or policy != "use" or ("stale", entry.place.op_id) in self._told:

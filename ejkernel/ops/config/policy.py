@@ -86,7 +86,6 @@ def policy_override(selector: ConfigSelectorChain | None = None, /, **changes: A
 def effective_policy(selector: ConfigSelectorChain) -> AutotunePolicy:
     """The policy of `selector` here and now, overrides applied, the innermost last."""
     policy = selector.policy
-    for override in context.current_scope().overrides:
-        if override.selector is None or override.selector.target is selector:
-            policy = dataclasses.replace(policy, **dict(override.changes))
+    for override in context.overrides_of(selector):
+        policy = dataclasses.replace(policy, **dict(override.changes))
     return policy

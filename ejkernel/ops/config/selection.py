@@ -171,7 +171,8 @@ class ConfigSelectorChain:
     def policy(self, policy: AutotunePolicy) -> None:
         if policy != self._policy:
             self._policy = policy
-            context.invalidate()
+            if context.was_asked(self):
+                context.invalidate()
 
     def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """The config to run `inv` with."""
