@@ -223,11 +223,11 @@ def _carried(job: Callable[[], Built | Rejected]) -> Callable[[], Built | Reject
     """`job` for another thread, with the options, overlays and policy of this one."""
     config, scope, variables = _compat.thread_config(), context.same_scope(), contextvars.copy_context()
 
-    def carried() -> Built | Rejected:
+    def inside() -> Built | Rejected:
         with _compat.entered_config(config), scope:
-            return variables.run(job)
+            return job()
 
-    return carried
+    return lambda: variables.run(inside)
 
 
 def _call(fn: Callable[..., Any], arguments_: Any) -> Any:

@@ -35,12 +35,15 @@ def run_outside(
     variables = contextvars.copy_context()
     outcome: Future[T] = Future()
 
+    def inside() -> T:
+        with _compat.entered_config(config), contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            return fn()
+
     def body() -> None:
         try:
-            with _compat.entered_config(config), contextlib.ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                outcome.set_result(variables.run(fn))
+            outcome.set_result(variables.run(inside))
         except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it.
             outcome.set_exception(error)
 
