@@ -378,7 +378,7 @@ def run_script(*args, cwd=None, text=True, **env):
         (["bench", f"{HERE}:Strict", "--args", "f32[1]"], "cannot be made without arguments"),
         (["explain", MIX], "--args: tests.offline_program:Mixer needs the arrays of a call"),
         (["explain", MIX, "--args", "f32[1]", "--set", "nonsense=true"], None),
-        (["explain", "flash_attention", "--args", "f32[2]"], "not a call of flash_attention (TypeError"),
+        (["explain", "flash_attention", "--args", "f32[2],f32[2],f32[2]"], "query"),
         (["explain", "x.json", "--args", "f32[1]"], "--args, --set and --grad go with"),
         (
             ["tune", MIX, "--args", "f32[1,2,3]", "--grad"],

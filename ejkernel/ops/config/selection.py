@@ -110,10 +110,6 @@ def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
         raise EjkernelError(f"ConfigSelectorChain: {name} must be {wanted} or None, got {value!r}.")
 
 
-class TuningWarning(UserWarning):
-    """A tuning did not do what its caller may think it did."""
-
-
 class _Flights:
     """One lock a key, so that threads that miss the same call measure it once."""
 
@@ -443,15 +439,8 @@ class ConfigSelectorChain:
     ) -> Any:
         """Measures the candidates of a call now, stores the winner, and returns the whole outcome.
 
-        Of `configs`, if given, the winner is not stored: the kernel may never list it. Warns if the outcome is not what
-        one thinks.
+        Of `configs`, if given, the winner is not stored: the kernel may never list it.
         """
-        tuning = self._tuned(inv, kernel, tuner, configs)
-        if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
-            warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=3)
-        return tuning
-
-    def _tuned(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, configs: Any) -> Any:
         note_owner(kernel)
         joint = self._joint(effective_policy(self))
         if joint is not None:

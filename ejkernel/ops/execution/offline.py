@@ -19,7 +19,7 @@ from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.execution import fleet
+from ejkernel.ops.execution import fleet, shortfall
 from ejkernel.ops.execution.report import Tuning
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.utils import meta
@@ -189,6 +189,7 @@ def tune_each(
             yield Outcome(inv, None, fleet.unmeasured(tuning, getattr(measuring, "budget_s", None)))
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
+            shortfall.warn(tuning, here, inv.kernel, stacklevel=2)
             yield Outcome(inv, tuning)
 
 

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ejkernel.ops.config.asking import place_of
+from ejkernel.ops.core.kernel import Invocation, Kernel
+
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 _PLACE = re.compile(r"\(\S+:\d+\)")
+
+
+class TuningWarning(UserWarning):
+    """A tuning did not do what its caller may think it did."""
+
+
+def warn(tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, stacklevel: int) -> None:
+    """Warns whoever asked for a tuning if its outcome is not what one thinks."""
+    if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
+        warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=stacklevel + 1)
 
 
 def shortfall(tuning: Any, place: str) -> str | None:

@@ -13,6 +13,7 @@ from ejkernel.ops import registry
 from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.execution import shortfall
 from ejkernel.ops.execution.benchmarking import benchmark as benchmark
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.offline import tune_calls
@@ -22,6 +23,7 @@ from ejkernel.ops.execution.report import Measurement as Measurement
 from ejkernel.ops.execution.report import Tuning as Tuning
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
+from ejkernel.ops.execution.shortfall import TuningWarning as TuningWarning
 from ejkernel.ops.execution.tuner import Autotuner as Autotuner
 from ejkernel.ops.execution.tuner import TuningError as TuningError
 
@@ -68,7 +70,9 @@ def autotune(
     inv = on_its_platform(inv, kernel)
     if configs is not None and selector is None and not isinstance(default_executor().chooser, ConfigSelectorChain):
         selector = ConfigSelectorChain()  # Nothing will be stored, so anyone's will do.
-    return _selector(selector).tune(inv, kernel, tuner=tuner, configs=configs).cfg
+    tuning = _selector(selector).tune(inv, kernel, tuner=tuner, configs=configs)
+    shortfall.warn(tuning, inv, kernel, stacklevel=2)
+    return tuning.cfg
 
 
 def autotune_recorded(

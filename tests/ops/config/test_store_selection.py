@@ -23,7 +23,8 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.packs import PackError
 from ejkernel.ops.config.persistent import StoreWarning
-from ejkernel.ops.config.selection import ConfigNotFoundError, TuningWarning
+from ejkernel.ops.config.selection import ConfigNotFoundError
+from ejkernel.ops.execution.shortfall import TuningWarning
 from tests import recorded_kernels
 from tests.support import OwnBackward, Plain, Scale
 from tests.tuning_kernels import busy

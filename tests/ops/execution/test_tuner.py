@@ -22,10 +22,10 @@ from ejkernel.ops import (
     PersistentCache,
     autotune,
 )
-from ejkernel.ops.config.selection import TuningWarning
 from ejkernel.ops.execution.bench import Bench
 from ejkernel.ops.execution.problem import outline, telling
 from ejkernel.ops.execution.session import TuningError
+from ejkernel.ops.execution.shortfall import TuningWarning
 from ejkernel.ops.execution.tuner import TunerSettingError
 from tests.tuning_kernels import (
     FAST,
