@@ -315,7 +315,7 @@ def token_of(mapping: Mapping[Any, Any]) -> Hashable:
 def identity(cfg: Any) -> Hashable:
     """A value that is equal for configs that are: in all their fields, and in the types of these."""
     if isinstance(cfg, Mapping):
-        return type(cfg), frozenset((k, identity(v)) for k, v in cfg.items())
+        return type(cfg), frozenset((identity(k), identity(v)) for k, v in cfg.items())
     if isinstance(cfg, (list, tuple)):
         return type(cfg), *map(identity, cfg)
     if isinstance(cfg, (set, frozenset)):

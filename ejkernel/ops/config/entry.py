@@ -173,7 +173,7 @@ def _key(data: dict[str, Any]) -> Any:
         return tuple(place)
     try:
         key = tagged.decode(data["key"], where="key", how=tagged.Reading(named_only=True))
-        if store_key.place_of(key) == place:
+        if place in store_key.places_of(key):
             return key
     except EjkernelError as e:
         raise EntryError(str(e)) from e

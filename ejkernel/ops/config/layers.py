@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config import packs, store_files
+from ejkernel.ops.config import packs, store_files, store_key
 from ejkernel.ops.config.entry import EntryError, Origin, StoredEntry
 from ejkernel.ops.config.store_files import Stamp, StoreFiles
 from ejkernel.ops.config.store_files import StoreWarning as StoreWarning
@@ -111,9 +111,10 @@ class DirectoryLayer:
 def read_entry(path: Path, place: Place | None = None, layer: str = "store", origin: Origin = "tuned") -> StoredEntry:
     """Entry in the file `path`, which must be where an entry of its key belongs."""
     entry = entries.from_bytes(store_files.read(path, entries.MAX_BYTES), layer, origin)
-    if place is not None and entry.place != place:
+    places = store_key.places_of(entry.key)
+    if place is not None and place not in places:
         raise EntryError(f"holds the entry of another key, {tuple(entry.place)}.")
-    if place is None and path != StoreFiles(path.parents[2]).path(entry.place):
+    if place is None and path not in map(StoreFiles(path.parents[2]).path, places):
         raise EntryError(f"is not where the entry of {tuple(entry.place)} belongs.")
     return entry
 

@@ -100,10 +100,10 @@ class PersistentCache:
         With `kernel`, an entry that was measured with another source of it or another JAX carries the reason as
         `stale`; the policy "ignore" passes over it.
         """
-        place = store_key.place_of(store_key.split(key, "PersistentCache.lookup"))
+        places = store_key.places_of(store_key.split(key, "PersistentCache.lookup"))
         policy = self.stale if stale is None else _stale(stale)
         for layer in self._layers():
-            found = layer.find(place)
+            found = _found(layer, places)
             entry = None if found is None else self._fitting(found, cfg_type)
             if entry is None:
                 continue
@@ -154,6 +154,7 @@ class PersistentCache:
             self._puts += 1
             try:
                 path = self._store.files.path(place)
+                self._settle(entry.key)
                 self._set_aside(path, place)
                 self._store.remember(place, store_files.write(path, data), entry)
                 self._memory.pop(place, None)
@@ -164,8 +165,8 @@ class PersistentCache:
 
     def own(self, *key: Any) -> StoredEntry | None:
         """Entry of a key in the user's store alone, whether or not its config still fits."""
-        place = store_key.place_of(store_key.split(key, "PersistentCache.own"))
-        return self._memory.get(place) or self._store.find(place)
+        places = store_key.places_of(store_key.split(key, "PersistentCache.own"))
+        return self._memory.get(places[0]) or _found(self._store, places)
 
     def delete(self, *key: Any) -> bool:
         """Removes an entry and its trials from the store (not from packs); False if there was none."""
@@ -174,6 +175,7 @@ class PersistentCache:
         with self._lock:
             self._puts += 1
             found = self._memory.pop(place, None) is not None
+            self._settle(name)
             for suffix in (None, store_files.TRIALS):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     self._store.files.path(place, suffix).unlink()
@@ -304,6 +306,18 @@ class PersistentCache:
             reason,
         )
 
+    def _settle(self, key: Any) -> None:
+        """Moves an entry from where an earlier version put it to the place that is its own now."""
+        places = store_key.places_of(key)
+        for place in places if places[0].device == store_key.FREE else ():
+            path = self._store.files.path(place)
+            with contextlib.suppress(EntryError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                own = self._store.files.path(layers.read_entry(path, place).place)
+                if own != path and own.exists():
+                    path.unlink()  # It has been put again since.
+                elif own != path:
+                    os.replace(path, own)
+
     def _set_aside(self, path: Path, place: Place) -> None:
         """Keeps what is in the way and cannot be read: somebody may have edited it by hand."""
         if store_files.stamp(path) is None:
@@ -336,6 +350,12 @@ def _note_stale_pack(name: str) -> None:
         "refuses them, and tuning puts entries of the store before them.",
         name,
     )
+
+
+def _found(layer: Layer, places: tuple[Place, ...]) -> StoredEntry | None:
+    """The entry of the key that has these places: an earlier version used some for two keys."""
+    entries = (layer.find(place) for place in places)
+    return next((entry for entry in entries if entry is not None and entry.place == places[0]), None)
 
 
 def _provenance(kernel: Any) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from typing import Any, NamedTuple
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.utils import tagged
-from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.ops.utils.fingerprint import short_hash, stable_json
 
 FREE = "_"  # Device and op of keys that are not (device, op_id, call_key).
 
@@ -33,9 +34,25 @@ class Place(NamedTuple):
 
 def place_of(key: Any) -> Place:
     """Place of a key: the key itself if it is three texts, else one derived from it, equal for equal keys."""
+    return places_of(key)[0]
+
+
+def places_of(key: Any) -> tuple[Place, ...]:
+    """Places where the entry of a key may be: its own, and where an earlier version put it."""
     if isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
-        return Place(*key)
-    return Place(FREE, FREE, short_hash(tagged.encode(_canonical(key, key))))
+        return (Place(*key),)
+    data = tagged.encode(_canonical(key, key))
+    if isinstance(data, str) and _is_canonical_json(data):
+        # The hash of "7" as it is would be that of 7, and was in 0.1.
+        return Place(FREE, FREE, short_hash([data])), Place(FREE, FREE, short_hash(data))
+    return (Place(FREE, FREE, short_hash(data)),)
+
+
+def _is_canonical_json(text: str) -> bool:
+    try:
+        return stable_json(json.loads(text)) == text
+    except (ValueError, RecursionError):
+        return False
 
 
 def split(args: tuple[Any, ...], what: str) -> Any:

@@ -202,16 +202,9 @@ class Invocation(Generic[Cfg, Out]):
     @cached_property
     def signature(self) -> dict[str, Any]:
         """All that `call_key` stands for, readable and JSON-able."""
-        axes = {} if not self.axes else {"axes": dict(sorted(self.axes.items()))}
-        return {
-            "op": self.op_id,
-            "version": self.kernel.version if self.kernel is not None else "0",
-            "args": [fingerprint.describe(x) for x in self.args],
-            "kwargs": {k: fingerprint.describe(v) for k, v in sorted(self.kwargs.items())},
-            "batch_axes": None if self.batch_axes is None else fingerprint.describe_static(self.batch_axes),
-            "context": self.context,
-            **axes,
-        }
+        version = self.kernel.version if self.kernel is not None else "0"
+        where = {"batch_axes": self.batch_axes, "context": self.context, "axes": self.axes}
+        return fingerprint.signature(self.op_id, version, self.args, self.kwargs, **where)
 
     @cached_property
     def call_key(self) -> str:
@@ -272,8 +265,10 @@ def _has_slots(cls: type) -> bool:
 def key_builder_of(kernel: Kernel[Any, Any]) -> Callable[[Invocation[Any, Any]], str] | None:
     """`kernel.key_builder` as a function of the call, also where a plain function was put into the class body."""
     found = inspect.getattr_static(kernel, "key_builder", None)
-    if inspect.isfunction(found) and len(inspect.signature(found).parameters) == 1:
-        return found
+    if inspect.isfunction(found):
+        parameters = inspect.signature(found).parameters.values()
+        if sum(p.default is p.empty for p in parameters) == 1:
+            return found
     return kernel.key_builder
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import numpy as np
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.context import identity
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.program import Program, bounded
 from ejkernel.ops.utils import arguments
@@ -25,16 +29,16 @@ class BatchArgumentError(EjkernelError, TypeError):
 
 
 def vmap_with_config(
-    executor: Executor | Kernel[Any, Any],
-    kernel: Kernel[Any, Any] | None = None,
+    executor: Executor | Kernel[Cfg, Out],
+    kernel: Kernel[Cfg, Out] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
     axis_name: Any = None,
     axis_size: int | None = None,
     spmd_axis_name: Any = None,
-    cfg: Any = None,
-) -> Callable[..., Any]:
+    cfg: Cfg | None = None,
+) -> Callable[..., Out]:
     """`jax.vmap` of a kernel's call, compiled, with one selection: for the batch, on shapes alone.
 
     `vmap_with_config(executor, kernel, ...)`, or `vmap_with_config(kernel, ...)` for the default executor. Keyword
@@ -50,7 +54,7 @@ def vmap_with_config(
       spmd_axis_name: As in `jax.vmap`.
       cfg: An explicit config; nothing is selected then.
     """
-    chosen, kernel = _parties("vmap_with_config", executor, kernel)
+    chosen, found = _parties("vmap_with_config", executor, kernel)
     cfg = copy.deepcopy(cfg)  # The one that was given, whatever becomes of it until the first call.
     axes = {"in_axes": _axes(in_axes), "out_axes": out_axes}
     options = {**axes, "axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
@@ -58,23 +62,23 @@ def vmap_with_config(
 
     def program(run: Run) -> Program:
         trace = lambda args, kwargs: jax.vmap(lambda *args: run(*args, **kwargs), **options)(*args)
-        return Program(kernel, trace)
+        return Program(found, trace)
 
     key = _Key(("vmap", identity(options), identity(cfg)))
-    return lambda *args, **kwargs: chosen.run_mapped(kernel, cfg, key, program, args, kwargs)
+    return lambda *args, **kwargs: chosen.run_mapped(found, cfg, key, program, args, kwargs)
 
 
 def pmap_with_config(
-    executor: Executor | Kernel[Any, Any],
-    kernel: Kernel[Any, Any] | None = None,
+    executor: Executor | Kernel[Cfg, Out],
+    kernel: Kernel[Cfg, Out] | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
     axis_name: Any = None,
     axis_size: int | None = None,
     devices: Any = None,
-    cfg: Any = None,
-) -> Callable[..., Any]:
+    cfg: Cfg | None = None,
+) -> Callable[..., Out]:
     """`jax.pmap` of a kernel's call, with one selection: for what one device gets, on shapes alone.
 
     Both call forms, `in_axes` and keyword arguments are as in `vmap_with_config`.
@@ -89,13 +93,13 @@ def pmap_with_config(
       devices: As in `jax.pmap`.
       cfg: An explicit config.
     """
-    chosen, kernel = _parties("pmap_with_config", executor, kernel)
+    chosen, found = _parties("pmap_with_config", executor, kernel)
     cfg = copy.deepcopy(cfg)
     options = {"out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size, "devices": devices}
     jax.pmap(_parties, in_axes=_axes(in_axes), **options)
     key = _Key(("pmap", identity({**options, "in_axes": in_axes}), identity(cfg)))
-    make = lambda run: _Pmapped(kernel.op_id, run, _axes(in_axes), options)
-    return lambda *args, **kwargs: chosen.run_mapped(kernel, cfg, key, make, args, kwargs)
+    make = lambda run: _Pmapped(found.op_id, run, _axes(in_axes), options)
+    return lambda *args, **kwargs: chosen.run_mapped(found, cfg, key, make, args, kwargs)
 
 
 class _Key:
@@ -124,42 +128,49 @@ class _Pmapped:
         self._run = run
         self._in_axes = in_axes
         self._options = options
+        self._axes: dict[Any, list[int | None]] = {}
         self._mapped: dict[Any, Callable[..., Any]] = {}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the call on all devices."""
-        axes = self._axes(len(args))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        axes = self._axes.get(treedef) or bounded(self._axes, treedef, self._flat_axes(args, kwargs))
         # Only what is not mapped may be static: the rest has an axis for the devices.
-        bound = {i for i, x in enumerate(args) if axes[i] is None and not _all_arrays(x)}
-        arrays, statics = arguments.split((kwargs, {i: args[i] for i in bound}))
-        key = (arguments.static_key(self._name, statics), len(args))
+        given = tuple(axis is not None or arguments.is_array(x) for x, axis in zip(leaves, axes, strict=True))
+        statics = arguments.Statics(treedef, given, tuple(itertools.compress(leaves, map(operator.not_, given))))
+        key = arguments.static_key(self._name, statics)
         if key not in self._mapped:
-            run = lambda arrays, *rest: self._merged(arrays, statics, rest)
-            left = tuple(axis for i, axis in enumerate(axes) if i not in bound)
-            bounded(self._mapped, key, jax.pmap(run, in_axes=(None, *left), **self._options))
-        left = {i: x for i, x in enumerate(args) if i not in bound}
+            # One array an argument: given trees, `jax.pmap` takes axes for leaves where there are as many of both.
+            run = lambda *arrays: self._merged(arrays, statics)
+            in_axes = tuple(itertools.compress(axes, given))
+            bounded(self._mapped, key, jax.pmap(run, in_axes=in_axes, **self._options))
         try:
-            return self._mapped[key](arrays, *left.values())
+            return self._mapped[key](*itertools.compress(leaves, given))
         except ValueError:
             # Of axes that are missing or of different sizes, `jax.vmap` tells more than `jax.pmap`.
-            jax.eval_shape(jax.vmap(lambda *_: (), in_axes=tuple(axes[i] for i in left)), *left.values())
+            shown = jax.tree.map(lambda x: x if arguments.is_array(x) else np.asarray(0), args)
+            jax.eval_shape(jax.vmap(lambda *_: (), in_axes=self._in_axes), *shown)
             raise
 
-    def _merged(self, arrays: list[Any], statics: arguments.Statics, rest: Args) -> Any:
-        kwargs, bound = arguments.merge(arrays, statics)
-        mapped = iter(rest)
-        args = [bound[i] if i in bound else next(mapped) for i in range(len(rest) + len(bound))]
+    def _merged(self, arrays: Args, statics: arguments.Statics) -> Any:
+        args, kwargs = arguments.merge(arrays, statics)
         return self._run(*args, **kwargs)
 
-    def _axes(self, count: int) -> tuple[Any, ...]:
-        if not isinstance(self._in_axes, tuple):
-            return (self._in_axes,) * count
-        if len(self._in_axes) != count:
+    def _flat_axes(self, args: Args, kwargs: Kwargs) -> list[int | None]:
+        """The axis of each leaf of the arguments; keyword arguments have none."""
+        if isinstance(self._in_axes, tuple) and len(self._in_axes) != len(args):
             raise BatchArgumentError(
                 f"{self._name}: pmap_with_config's in_axes must have one entry a positional argument, got "
-                f"{len(self._in_axes)} entries, {self._in_axes!r}, for {count} arguments."
+                f"{len(self._in_axes)} entries, {self._in_axes!r}, for {len(args)} arguments."
             )
-        return self._in_axes
+        axes: list[int | None] = []
+        add = lambda axis, part: axes.extend([axis] * jax.tree.structure(part).num_leaves)
+        try:
+            jax.tree.map(add, (self._in_axes, None), (args, kwargs), is_leaf=lambda x: x is None)
+        except ValueError:
+            jax.vmap(lambda *_: (), in_axes=self._in_axes)(*args)  # Says which part of which does not fit.
+            raise
+        return axes
 
     def recover(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
         """There is no other way to call it."""
@@ -181,7 +192,3 @@ def _parties(
 
 def _axes(in_axes: Any) -> Any:
     return tuple(in_axes) if isinstance(in_axes, list) else in_axes
-
-
-def _all_arrays(x: Any) -> bool:
-    return all(map(arguments.is_array, jax.tree.leaves(x)))

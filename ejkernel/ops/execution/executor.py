@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 
@@ -24,6 +24,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, KernelDefinitionError, tracing
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.pipeline import (
     Args,
     Attempt,
@@ -78,6 +79,24 @@ class Explanation(NamedTuple):
         return f"{self.selection}\n   runs {self.method} on platform {self.platform}"
 
 
+class CompiledCall(Generic[Out]):
+    """A jitted function of a kernel's arguments, its configs fixed."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Out:
+        return _call(self._program, args, kwargs)
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """As of a function that `jax.jit` returned; arguments may be abstract."""
+        return self._program.staged(args, kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """As of a function that `jax.jit` returned; the program takes the arguments that are arrays."""
+        return self.trace(*args, **kwargs).lower()
+
+
 class _Table(dict[Hashable, Program]):
     """The programs of one kernel by their fixed config; owned by an executor, and only referred to by kernels."""
 
@@ -106,7 +125,12 @@ class Executor:
         self._own: weakref.WeakKeyDictionary[_Token, _Table] = weakref.WeakKeyDictionary()
         self._key = object()
 
-    def __call__(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
+    @property
+    def stamp_prefix(self) -> str:
+        """What the labels of its calls begin with."""
+        return self._pipeline.stamp_prefix
+
+    def __call__(self, kernel: Kernel[Cfg, Out], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Runs `kernel` on the arguments, with `cfg` or with the config that the chooser gives.
 
         With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry a positional argument, and
@@ -173,7 +197,9 @@ class Executor:
         key = ("shard_map", mesh, identity((in_specs, out_specs, cfg)))
         return self.run_mapped(kernel, cfg, key, make, args, kwargs)
 
-    def compile(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Callable[..., Any]:
+    def compile(
+        self, kernel: Kernel[Cfg, Out], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any
+    ) -> CompiledCall[Out]:
         """A jitted function of arguments like these, compiled, with the configs they get now for good."""
         _refuse_to_shard(kernel, kwargs, "compile")
         attempt = self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg))
@@ -185,9 +211,9 @@ class Executor:
         vjp_cfg = None if BackwardKernel.of(kernel) is None else backward.cfg
         program = Program(kernel, partial(self._pipeline.run, Fixed(kernel, attempt.cfg, vjp_cfg)))
         program.compile(args, kwargs)
-        return lambda *args, **kwargs: _call(program, args, kwargs)
+        return CompiledCall(program)
 
-    def choose_config(self, kernel: Kernel[Any, Any], /, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
+    def choose_config(self, kernel: Kernel[Cfg, Any], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
         """The config that a call would get; the call itself is not run, and arguments may be abstract."""
         _refuse_to_shard(kernel, kwargs, "choose_config")
         return self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg)).cfg

@@ -77,25 +77,30 @@ class Program:
 
         return observed
 
-    def compile(self, args: Args, kwargs: Kwargs) -> None:
-        """Compiles the variant for these arguments, which may be abstract, so that the first call need not."""
-        if not self._jit:
-            return
-        try:
-            self._optimistic.lower(*args, **kwargs).compile()
-        except REFUSED as error:
-            if not _has_static(error, args, kwargs):
-                raise
+    def staged(self, args: Args, kwargs: Kwargs) -> jax.stages.Traced:
+        """The traced program for these arguments, which may be abstract; calls with such arguments will find it."""
+        if self._jit:
+            try:
+                return self._optimistic.trace(*args, **kwargs)
+            except REFUSED as error:
+                if not _has_static(error, args, kwargs):
+                    raise
             self.call = self._observed(self._call_bound)
             key, args_left, kwargs_left = self._bind(args, kwargs)
-            try:
-                self._variant(key, args, kwargs).lower(*args_left, **kwargs_left).compile()
-            except REFUSED as error:
-                if not _has_static(error, args_left, kwargs_left):
-                    raise
-                self._bound[key] = None
-                arrays, statics = arguments.split((args, kwargs))
-                self._split_variant(statics).lower(arrays).compile()
+            if (variant := self._variant(key, args, kwargs)) is not None:
+                try:
+                    return variant.trace(*args_left, **kwargs_left)
+                except REFUSED as error:
+                    if not _has_static(error, args_left, kwargs_left):
+                        raise
+                    self._bound[key] = None
+        arrays, statics = arguments.split((args, kwargs))
+        return self._split_variant(statics).trace(arrays)
+
+    def compile(self, args: Args, kwargs: Kwargs) -> None:
+        """Compiles the variant for these arguments, which may be abstract, so that the first call need not."""
+        if self._jit:
+            self.staged(args, kwargs).lower().compile()
 
     def _new_optimistic(self, static_args: Any, static_kwargs: Any) -> Callable[..., Any]:
         # JAX confuses a keyword argument with a parameter of its name: nobody calls theirs like these.

@@ -13,6 +13,7 @@ from ejkernel.ops import registry
 from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.execution import shortfall
 from ejkernel.ops.execution.benchmarking import benchmark as benchmark
 from ejkernel.ops.execution.executor import Executor, default_executor
@@ -37,7 +38,7 @@ class RecordedCallsError(EjkernelError, TypeError):
 
 
 def autotune(
-    kernel: Kernel[Any, Any],
+    kernel: Kernel[Cfg, Any],
     /,
     *args: Any,
     configs: Any = None,
@@ -46,7 +47,7 @@ def autotune(
     selector: ConfigSelectorChain | None = None,
     tuner: Autotuner | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Cfg:
     """The fastest correct config for a call, measured now.
 
     Args:

@@ -7,10 +7,11 @@ import enum
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec
 from ejkernel.ops.utils.arguments import is_array
 
 if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Invocation
+    from ejkernel.ops.core.kernel import Invocation, Kernel
 
 DeviceKind = Literal["gpu", "tpu", "cpu"]
 Device: TypeAlias = Any
@@ -31,10 +32,16 @@ _PREFERRED = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 
 
 def stable_json(value: Any) -> str:
-    """Canonical JSON text: sorted keys, no spaces, ASCII only; configs by their fields."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_jsonable
-    )
+    """Canonical JSON text, the same in every process: sorted keys, no spaces, ASCII only.
+
+    Configs count by their fields, sets by their members, callables, classes and enums by their qualified names, arrays
+    by shape and dtype, and other objects by the name of their class.
+    """
+    dumps = functools.partial(json.dumps, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    try:
+        return dumps(value, default=_jsonable)
+    except (TypeError, ValueError):  # Keys that JSON does not have, or has no order of; nan and inf.
+        return dumps(_plain(value))
 
 
 def _jsonable(value: Any) -> Any:
@@ -42,17 +49,44 @@ def _jsonable(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {"object": qualified_name(type(value)), "fields": fields}
+    if isinstance(fields := getattr(type(value), "model_fields", None), Mapping):  # pydantic's.
+        return {"object": qualified_name(type(value)), "fields": {name: getattr(value, name) for name in fields}}
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, enum.Enum) or _as_dtype(value) is not None:
-        return describe_static(value)
-    raise TypeError(f"{type(value).__name__} is neither data nor a config: {value!r:.100}")
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted(value, key=stable_json)}
+    if isinstance(value, functools.partial):
+        return {"partial": [value.func, value.args, value.keywords]}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, PartitionSpec):
+        return {"spec": list(value)}
+    if isinstance(value, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
+        return {"dtype": str(value.dtype), "shape": _sizes(value)}
+    return describe_static(value)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as what JSON has words for, whatever it holds."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if not isinstance(value, dict):
+        return _plain(_jsonable(value))
+    if all(isinstance(k, str) for k in value):
+        return {k: _plain(v) for k, v in value.items()}
+    return {"mapping": sorted(([_plain(k), _plain(v)] for k, v in value.items()), key=stable_json)}
 
 
 def short_hash(value: Any) -> str:
     """16 hex digits that identify `value`: text, data, a config."""
     text = value if isinstance(value, str) else stable_json(value)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 # --- Devices ---
@@ -145,11 +179,33 @@ def _typed_sharding(x: Any, aval: Any) -> Any:
     return sharding if explicit else None
 
 
+def signature(
+    op_id: str,
+    version: str,
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    batch_axes: Any = None,
+    context: str | None = None,
+    axes: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """All that the key of a call stands for, readable and JSON-able."""
+    return {
+        "op": op_id,
+        "version": version,
+        "args": [describe(x) for x in args],
+        "kwargs": {k: describe(v) for k, v in sorted(kwargs.items())},
+        "batch_axes": None if batch_axes is None else describe_static(batch_axes),
+        "context": context,
+        **({"axes": dict(sorted(axes.items()))} if axes else {}),
+    }
+
+
 def describe(tree: Any) -> Any:
     """JSON-able description of an argument: structure, shapes, dtypes and static values, nothing of the data."""
     if is_array(tree):
         x = _abstract(tree)
-        return {"dtype": str(x.dtype), "shape": [d if isinstance(d, int) else str(d) for d in x.shape]}
+        return {"dtype": str(x.dtype), "shape": _sizes(x)}
     if tree is None:
         return {"node": "None", "aux": None, "children": []}
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
@@ -161,6 +217,10 @@ def describe(tree: Any) -> Any:
         "aux": None if plain else describe_static(_aux(tree)),
         "children": [[jax.tree_util.keystr(path), describe(child)] for path, child in paths],
     }
+
+
+def _sizes(x: Any) -> list[int | str]:
+    return [d if isinstance(d, int) else str(d) for d in x.shape]
 
 
 def _aux(node: Any) -> Any:
@@ -237,6 +297,16 @@ def _describe_sharding(x: Any) -> Any:
     return None if sharding is None else {"devices": sharding.num_devices, "memory": sharding.memory_kind}
 
 
-def default_key_builder_with_sharding(inv: Invocation[Any, Any]) -> str:
-    """A `key_builder` for kernels whose best config depends on how their arguments are sharded."""
+def default_key_builder_with_sharding(
+    call: Invocation[Any, Any] | Kernel[Any, Any], args: Any = (), kwargs: Mapping[str, Any] | None = None
+) -> str:
+    """The key of a call that holds how its arguments are sharded: of an invocation, or of `(kernel, args, kwargs)`.
+
+    A `key_builder` for kernels whose best config depends on that.
+    """
+    inv: Any = next((x for x in (call, args) if hasattr(x, "abstract_args")), None)  # A kernel's method is given both.
+    if inv is None:
+        kernel: Any = call
+        described = signature(kernel.op_id, kernel.version, args, kwargs or {})
+        return short_hash([described, sharding_fingerprint((args, kwargs or {}))])
     return short_hash([inv.signature, sharding_fingerprint((inv.args, inv.kwargs))])

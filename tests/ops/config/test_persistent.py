@@ -15,13 +15,14 @@ import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config import packs, persistent, provenance, upkeep
+from ejkernel.ops.config import layers, packs, persistent, provenance, upkeep
 from ejkernel.ops.config.persistent import PersistentCache, StoreSettingError, StoreWarning, default_root
 from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.store_files import StoreFiles
 from ejkernel.ops.config.store_key import StoreKeyError, directory_name, place_of
 from ejkernel.ops.utils.env import EnvironmentValueError
 from ejkernel.ops.utils.serialize import ConfigEncodeError
@@ -97,6 +98,10 @@ free_keys = st.recursive(
 
 
 @given(free_keys, free_keys)
+@example("7", 7)
+@example("null", None)
+@example('["7"]', "7")
+@example('{"$tuple":[1]}', (1,))
 def test_places_are_equal_exactly_for_equal_keys(a, b):
     assert (place_of(a) == place_of(b)) == (a == b)
 
@@ -110,6 +115,58 @@ def test_any_key_of_plain_values_works(cache, key):
     assert key in again
     assert again.delete(key)
     assert len(again) == 0
+
+
+ALIKE = [7, "7", None, "null", 1.5, "1.5", "true", (1, "a"), '{"$tuple":[1,"a"]}', '["7"]', '["null"]']
+
+
+def test_keys_that_read_alike_are_different_keys(cache):
+    for number, key in enumerate(ALIKE):
+        cache.put(key, {"block": number})
+    again = PersistentCache(cache.path)
+    assert [again.get(key) for key in ALIKE] == [{"block": number} for number in range(len(ALIKE))]
+    assert sorted(map(repr, again)) == sorted(map(repr, ALIKE))
+    assert again.delete("7")
+    assert "7" not in again
+    assert again.get(7) == {"block": 0}
+
+
+@pytest.fixture
+def older(cache):
+    """A store that 0.1 wrote: it put "7" where 7 belongs."""
+    cache.put("7", {"block": 1})
+    now, then = (StoreFiles(cache.path).path(place) for place in (place_of("7"), place_of(7)))
+    then.write_text(now.read_text().replace(place_of("7").call_key, place_of(7).call_key))
+    now.unlink()
+    return PersistentCache(cache.path)
+
+
+def test_what_an_older_version_stored_under_text_that_reads_like_a_number_is_found(older):
+    assert older.get("7") == older.own("7").cfg == {"block": 1}
+    assert older.get(7) is None
+    assert list(older) == ["7"]
+    assert not list(upkeep.verify(older.path))
+    assert [e.key for e in layers.entries_of(older.path)] == ["7"]
+
+
+@pytest.mark.parametrize("order", [[7, "7"], ["7", 7]])
+def test_what_an_older_version_stored_is_not_lost_when_a_key_that_reads_alike_is_put(older, order):
+    older.put(7, {"block": 2})
+    assert (older.get("7"), older.get(7)) == ({"block": 1}, {"block": 2})
+    older.put("7", {"block": 3})
+    again = PersistentCache(older.path)
+    assert (again.get("7"), again.get(7)) == ({"block": 3}, {"block": 2})
+    assert len(again) == 2
+    for left, key in enumerate(order):
+        assert again.delete(key)
+        assert len(again) == 1 - left
+
+
+def test_what_an_older_version_stored_is_replaced_and_deleted(older):
+    older.put("7", {"block": 3})
+    assert [(e.key, e.cfg) for e in older.entries()] == [("7", {"block": 3})]
+    assert older.delete("7")
+    assert len(older) == 0
 
 
 @pytest.mark.parametrize("key", [object(), [1], {"a": 1}, (1, b"x"), float("nan"), ("a", ("b", object()))])
