@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry, specs
 from ejkernel.ops.config.asking import on_its_platform
@@ -24,19 +22,17 @@ from ejkernel.ops.execution.report import Tuning
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.utils import meta
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.meta import ProgramError as ProgramError
 
 logger = logging.getLogger("ejkernel.tuning")
 
-Program = jax.stages.Lowered | jax.stages.Compiled | str | os.PathLike[str]
+Program = Any
+"""`jax.stages.Lowered` or `Compiled`, what holds one of these, the text of either, or a file with it."""
 Specs = str | os.PathLike[str] | Iterable[specs.Spec] | None
 
 
 class UnmatchedCallWarning(UserWarning):
     """A program contains calls that could not be tuned."""
-
-
-class ProgramError(EjkernelError, TypeError):
-    """What was given is not a program."""
 
 
 def autotune_lowered(
@@ -51,7 +47,8 @@ def autotune_lowered(
 
     Args:
       selector: Whose caches take the results, and whose tuner measures unless one is given.
-      program: `jax.stages.Lowered` or `Compiled`, the text of either, or a file with it.
+      program: `jax.stages.Lowered` or `Compiled`, what holds one of these (`flax.nnx.jit(f).lower(...)`), the text of
+        either, or a file with it.
       specs: A record file, or what `specs_of` returned, for programs that were traced in another process.
       tuner: How to measure.
       executor: Any `concurrent.futures.Executor`, to measure each call on one of its workers instead of here.
@@ -90,10 +87,6 @@ def labels_of(program: Program) -> list[str]:
             return meta.extract_labels_from_hlo_text(Path(program).read_text())
         except (OSError, UnicodeDecodeError) as error:
             raise ProgramError(f"{program}: not the text of a program ({error}).") from error
-    if not hasattr(program, "as_text"):
-        raise ProgramError(
-            f"autotune_lowered: expected Lowered, Compiled, text or a path, got {type(program).__name__}."
-        )
     return meta.find_labels_in_lowered(program)
 
 

@@ -202,7 +202,7 @@ class Pipeline:
 
     def labelled(self, attempt: Attempt, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs a method with the attempt's config, under its label."""
-        with label_scope(attempt.batch or attempt.inv, self.stamp_prefix):
+        with label_scope(attempt.batch or attempt.inv, self.stamp_prefix, attempt.cfg):
             return method(*args, cfg=attempt.cfg, **kwargs)
 
     def backward_attempt(

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,13 @@ class AutotuningResult:
         """Configs by key, as caches hold them."""
         return {(self.device, entry.op_id, entry.call_key): entry.cfg for entry in self.entries}
 
-    def as_overlay(self) -> AbstractContextManager[None]:
-        """A context manager under which calls get these configs."""
-        return overlay_cache(self.as_mapping())
+    def as_overlay(self) -> ResultOverlay:
+        """The configs by key: a mapping, and a context manager under which calls get them."""
+        return ResultOverlay(self)
 
     def __enter__(self) -> AutotuningResult:
         stack = self._entered.__dict__.setdefault("stack", [])
-        overlay = self.as_overlay()
+        overlay = overlay_cache(self.as_mapping())
         overlay.__enter__()
         stack.append(overlay)
         return self
@@ -120,3 +119,27 @@ class AutotuningResult:
             return cls(data["device"], tuple(entries), tuple(data.get("unmatched", ())))
         except (jsontext.JsonTextError, KeyError, TypeError) as error:
             raise ResultFileError(f"{path}: not a tuning result of ejkernel ({error!r}).") from error
+
+
+class ResultOverlay(Mapping[tuple[str, str, str], Any]):
+    """The configs of a result by key, for `overlay_cache`; or a context manager, like the result itself."""
+
+    def __init__(self, result: AutotuningResult) -> None:
+        self._result = result
+        self._configs = result.as_mapping()
+
+    def __getitem__(self, key: tuple[str, str, str]) -> Any:
+        return self._configs[key]
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        return iter(self._configs)
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    def __enter__(self) -> ResultOverlay:
+        self._result.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._result.__exit__(*exc)

@@ -1,8 +1,9 @@
 """Labels: how an ejkernel call is found again in a lowered or compiled program.
 
-A label is `<prefix>#<op>:<call key>`, in `json` mode followed by `:<the call's signature>`. Everything that is not a
-letter, a digit, `_`, `.` or `-` is written as `~` and two hex digits a byte: XLA cuts names at `@`, slashes separate
-scopes, and quotes would be escaped differently in each text form.
+A label is `<prefix>#<op>:<call key>`, in `json` mode followed by `:` and JSON that holds the operation, the key, the
+call's signature and the config in use. In a program's text everything that is not a letter, a digit, `_`, `.` or `-` is
+written as `~` and two hex digits a byte: XLA cuts names at `@`, slashes separate scopes, and quotes would be escaped
+differently in each text form. What is found there has its JSON in the clear.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Invocation
 
 DEFAULT_PREFIX = "ejkernel_ops"
-LABEL_RE = re.compile(r"(?P<prefix>[\w.~-]+)#(?P<op>[\w.~-]+):(?P<key>[0-9a-f]{16})(?::(?P<spec>[\w.~-]+))?", re.ASCII)
+LABEL_RE = re.compile(
+    r"(?P<prefix>[\w.~-]+)#(?P<op>[\w.~-]+):(?P<key>[0-9a-f]{16})(?::(?P<spec>[\w.~-]+|\{.*\}))?", re.ASCII
+)
 
 _ALPHABET = frozenset(string.ascii_letters + string.digits + "_.-")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -34,13 +37,18 @@ class LabelError(EjkernelError, ValueError):
     """A text is not a label, or a label cannot be matched with a call."""
 
 
+class ProgramError(EjkernelError, TypeError):
+    """What was given is not a program."""
+
+
 class Label(NamedTuple):
-    """The parts of a label."""
+    """The parts of a label; signature and config are JSON-able data, and None where it does not hold them."""
 
     prefix: str
     op_id: str
     call_key: str
     signature: Mapping[str, Any] | None
+    cfg: Any = None
 
 
 def escape(text: str) -> str:
@@ -53,31 +61,42 @@ def unescape(text: str) -> str:
     return re.sub(rb"~([0-9a-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode()).decode()
 
 
-def format_label(inv: Invocation[Any, Any], prefix: str = DEFAULT_PREFIX, *, spec: bool = False) -> str:
-    """The label of one call."""
+def format_label(
+    inv: Invocation[Any, Any], prefix: str = DEFAULT_PREFIX, *, spec: bool = False, cfg: Any = None
+) -> str:
+    """The label of one call, as a program's text holds it."""
     text = f"{escape(prefix)}#{escape(inv.op_id)}:{inv.call_key}"
-    return f"{text}:{escape(stable_json(inv.signature))}" if spec else text
+    if not spec:
+        return text
+    told = {"op": inv.op_id, "key": inv.call_key, "signature": inv.signature, "cfg": cfg}
+    return f"{text}:{escape(stable_json(told))}"
 
 
 def parse_label(text: str) -> Label:
-    """The parts of a label."""
+    """The parts of a label, its JSON in the clear or not."""
     match = LABEL_RE.fullmatch(text)
     if match is None:
         raise LabelError(f"label: {text!r} is not of the form <prefix>#<op>:<16 hex digits>.")
     spec = match["spec"]
     try:
-        signature = json.loads(unescape(spec)) if spec else None
-        return Label(unescape(match["prefix"]), unescape(match["op"]), match["key"], signature)
-    except ValueError as error:
+        told = json.loads(_clear(spec)) if spec else {"signature": None}
+        if "signature" not in told:  # ejkernel 0.1 wrote the signature alone.
+            told = {"signature": told}
+        return Label(unescape(match["prefix"]), unescape(match["op"]), match["key"], told["signature"], told.get("cfg"))
+    except (ValueError, TypeError) as error:
         raise LabelError(f"label: {text!r} is damaged ({error}).") from error
 
 
-def label_scope(inv: Invocation[Any, Any], prefix: str) -> AbstractContextManager[Any]:
+def _clear(spec: str) -> str:
+    return spec if spec.startswith("{") else unescape(spec)
+
+
+def label_scope(inv: Invocation[Any, Any], prefix: str, cfg: Any = None) -> AbstractContextManager[Any]:
     """The scope that operations of `inv` are traced in, as `EJKERNEL_OPS_STAMP` says."""
     mode = env.read("EJKERNEL_OPS_STAMP", "hash")
     if mode == "none" or not inv.stamp:
         return nullcontext()
-    return jax.named_scope(format_label(inv, prefix, spec=mode == "json"))
+    return jax.named_scope(format_label(inv, prefix, spec=mode == "json", cfg=cfg))
 
 
 def label(name: str) -> Callable[[_F], _F]:
@@ -88,8 +107,9 @@ def label(name: str) -> Callable[[_F], _F]:
 
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:
-    """The labels in a program's text, each once, in order of first appearance."""
-    return [found for found in dict.fromkeys(match[0] for match in LABEL_RE.finditer(text)) if _is_label(found)]
+    """The labels in a program's text, each once, in order of first appearance, what they hold of JSON readable."""
+    found = dict.fromkeys(match[0] for match in LABEL_RE.finditer(text))
+    return list(dict.fromkeys(_readable(label) for label in found if _is_label(label)))
 
 
 def _is_label(text: str) -> bool:
@@ -101,12 +121,41 @@ def _is_label(text: str) -> bool:
     return True
 
 
-def find_labels_in_lowered(lowered: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:
-    """The labels of a `jax.stages.Lowered` or `Compiled`, each once, in order of first appearance."""
-    if isinstance(lowered, jax.stages.Lowered):
+def _readable(text: str) -> str:
+    head, key, *spec = text.split(":", 2)
+    return ":".join([head, key, *map(_clear, spec)])
+
+
+def find_labels_in_lowered(lowered: Any) -> list[str]:
+    """The labels of a `jax.stages.Lowered` or `Compiled`, each once, in order of first appearance.
+
+    Also of what holds one, such as `flax.nnx.jit(f).lower(...)`.
+
+    Raises:
+      ProgramError: It is neither.
+    """
+    program = _program_in(lowered)
+    if program is None:
+        raise ProgramError(
+            "A program is what jax.jit(f).lower(...) returns, compiled or not, or holds that in an attribute; got "
+            f"{type(lowered).__name__}. For a program's text there is extract_labels_from_hlo_text."
+        )
+    if isinstance(program, jax.stages.Lowered):
         # Names are debug information, which the plain text leaves out.
-        return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
-    return extract_labels_from_hlo_text(lowered.as_text() or "")
+        return extract_labels_from_hlo_text(program.as_text(debug_info=True))
+    return extract_labels_from_hlo_text(program.as_text() or "")
+
+
+_PROGRAMS = (jax.stages.Lowered, jax.stages.Compiled)
+
+
+def _program_in(x: Any) -> jax.stages.Lowered | jax.stages.Compiled | None:
+    """A program, or the one that a wrapper holds in one of its attributes."""
+    if isinstance(x, _PROGRAMS):
+        return x
+    held = {*getattr(x, "__dict__", ()), *getattr(type(x), "__slots__", ())}
+    values = [getattr(x, name, None) for name in sorted(held)]
+    return next((value for value in values if isinstance(value, _PROGRAMS)), None)
 
 
 class _Chooser(Protocol):

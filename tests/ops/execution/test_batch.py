@@ -120,6 +120,34 @@ def test_axes_of_leaves_and_keywords_that_are_not_mapped(form, transform):
     same(got, want)
 
 
+@pytest.mark.parametrize("transform", [vmap_with_config, pmap_with_config], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("in_axes", [(None, 0), (None, None, 0), ({"a": None, "b": None}, 0)], ids=str)
+def test_trees_with_as_many_leaves_as_there_are_axes_are_mapped_by_argument(in_axes, transform):
+    # With two arguments, a tree of two leaves and no keywords, axes may be taken for those of the leaves.
+    pair, y = {"a": normal(4, 4), "b": normal(4)}, normal(4, 4)
+    args = (pair, y) if len(in_axes) == 2 else (pair, None, y)
+    call = lambda pair, *rest: tree(pair, rest[-1])
+
+    class Three(Tree):
+        def run(self, pair, *rest, cfg):
+            return super().run(pair, rest[-1], cfg=cfg)
+
+    same(transform(new_executor(), Three("tree"), in_axes=in_axes)(*args), jax.vmap(call, in_axes=in_axes)(*args))
+
+
+def test_static_leaf_of_a_tree_that_is_not_mapped_is_static_under_pmap():
+    class Tagged(Plain):
+        def run(self, x, tree, *, cfg):
+            return x * (tree["w"] if tree["mode"] == "times" else tree["n"])
+
+    x, w = normal(4, 4), normal(4)
+    mapped = pmap_with_config(new_executor(), Tagged(), in_axes=(0, {"w": None, "mode": None, "n": None}))
+    same(mapped(x, {"w": w, "mode": "times", "n": 2}), x * w)
+    same(mapped(x, {"w": w, "mode": "other", "n": 2}), x * 2)
+    assert mapped(x.astype(int), {"w": w, "mode": "other", "n": 2}).dtype == jnp.int32
+    assert mapped(x.astype(int), {"w": w, "mode": "other", "n": 2.0}).dtype == jnp.float32
+
+
 def test_out_axes_and_axis_size():
     x, y = normal(3, 4), normal(3, 4)
     mapped = vmap_with_config(new_executor(), Plain(), out_axes=1)

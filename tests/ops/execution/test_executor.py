@@ -4,13 +4,14 @@ import enum
 import functools
 import threading
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Kernel
+from ejkernel.ops import Executor, Kernel, find_labels_in_lowered
 from ejkernel.ops.utils.arguments import StaticArgumentError
 from tests.support import Plain, Scale, new_executor
 
@@ -105,6 +106,94 @@ def test_static_values_are_told_apart():
         got = executor(kernel, X, scale)
         np.testing.assert_array_equal(got, X * scale)
         np.testing.assert_array_equal(np.signbit(got), np.signbit(X * scale))
+
+
+@dataclass(frozen=True)
+class Held:
+    value: object
+
+
+@dataclass(frozen=True)
+class Noted:
+    value: object
+    note: object = field(default=None, compare=False)
+
+
+class ByHand:
+    """Compares and hashes like a number."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, ByHand) and self.value == other.value
+
+    def __hash__(self):
+        return hash(self.value)
+
+
+class Slotted(ByHand):
+    __slots__ = ()
+
+
+class Shows(Plain):
+    """The static value it was traced with, as an array."""
+
+    traces = 0
+
+    def run(self, x, held, *, cfg, scale=None):
+        type(self).traces += 1
+        while not isinstance(held, (bool, int, float, complex)):
+            held = next(iter(held)) if isinstance(held, (tuple, frozenset)) else held.value
+        return x.astype(type(held)) * held if isinstance(held, bool) else jnp.asarray(held)
+
+
+EQUAL = [(1, 1.0), (1.0, True), (0.0, -0.0), (complex(-1, 0.0), complex(-1, -0.0)), (2, 2 + 0j)]
+WRAPS = {
+    "itself": lambda x: x,
+    "dataclass": Held,
+    "dataclass of a tuple": lambda x: Held((x, "text")),
+    "dataclass of a dataclass": lambda x: Held(Held(x)),
+    "frozenset": lambda x: frozenset([x]),
+    "set in a dataclass": lambda x: Held(frozenset([x])),
+    "class": ByHand,
+    "class in a class": lambda x: ByHand(ByHand(x)),
+    "slots": Slotted,
+    "tree": lambda x: (Held(x),),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("where", ["eager", "jit"])
+def test_static_values_that_compare_equal_do_not_share_a_program(wrap, where):
+    executor, kernel = new_executor(), Shows()
+    call = lambda held: executor(kernel, X, held)
+    for pair in EQUAL:
+        held = [wrap(value) for value in (*pair, *pair)]
+        assert held[0] == held[1]
+        got = [call(h) for h in held] if where == "eager" else jax.jit(lambda: [call(h) for h in held])()  # noqa: B023
+        for found, value in zip(got, (*pair, *pair), strict=True):
+            want = kernel.run(X, value, cfg=Scale())
+            assert found.dtype == want.dtype
+            assert np.asarray(found).tobytes() == np.asarray(want).tobytes()
+
+
+def test_static_values_that_are_the_same_share_a_program():
+    executor, kernel = new_executor(), Shows()
+    Shows.traces = 0
+    for _ in range(3):
+        executor(kernel, X, Held((1.5, Held(-0.0))))
+        executor(kernel, X, ByHand(2.5))
+        executor(kernel, X, Noted(3, note=[1]))
+    executor(kernel, X, Noted(3, note=object()))
+    assert Shows.traces == 3
+
+
+def test_objects_that_hold_each_other_are_static_values():
+    one, two = ByHand(1), ByHand(1)
+    one.other, two.other = two, one
+    executor = new_executor()
+    np.testing.assert_array_equal(executor(Shows(), X, one), executor(Shows(), X, two))
 
 
 def test_same_static_values_are_traced_once():
@@ -202,6 +291,35 @@ def test_compiled_call_compiles_nothing_when_it_is_called(caplog, name):
         assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
         compiled(jnp.ones((7,)))
         assert [r for r in caplog.records if "Compiling" in r.getMessage()]
+
+
+@pytest.mark.parametrize("args", [(X, X), (X, 2.0), (X, Held(3))], ids=["arrays", "scalar", "object"])
+def test_compiled_call_is_a_jitted_function(args):
+    class Times(Plain):
+        def run(self, x, held, *, cfg):
+            return x * getattr(held, "value", held)
+
+    executor, kernel = new_executor(), Times()
+    compiled = executor.compile(kernel, *args)
+    assert isinstance(compiled, jax.stages.Wrapped)
+    (found,) = find_labels_in_lowered(compiled.lower(*args))
+    assert executor.explain(kernel, *args).key[2] in found
+    assert compiled.trace(*args).lower().compile().as_text()
+    want = executor(kernel, *args)
+    np.testing.assert_array_equal(compiled(*args), want)
+    np.testing.assert_array_equal(jax.jit(lambda x: compiled(x, *args[1:]))(args[0]), want)
+
+
+def test_compiled_call_of_a_kernel_without_jit_can_be_lowered():
+    executor = new_executor()
+    compiled = executor.compile(type("NoJit", (Plain,), {"jit": False})("nojit"), X, X)
+    assert len(find_labels_in_lowered(compiled.lower(X, X))) == 1
+    np.testing.assert_allclose(compiled(X, X), jnp.sin(X) * X, rtol=1e-6)
+
+
+def test_executor_tells_its_prefix():
+    assert new_executor().stamp_prefix == "ejkernel_ops"
+    assert Executor(stamp_prefix="mine").stamp_prefix == "mine"
 
 
 def test_compiled_call_keeps_its_config():

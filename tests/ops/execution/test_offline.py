@@ -144,7 +144,9 @@ def test_what_cannot_be_matched_is_listed_and_warned_about(setting):
     assert len(result) == 0
 
 
-@pytest.mark.parametrize(("program", "message"), [(3, "got int"), ("/no/such/file", "not the text of a program")])
+@pytest.mark.parametrize(
+    ("program", "message"), [(3, "got int"), (jnp.sin, "got "), ("/no/such/file", "not the text of a program")]
+)
 def test_what_is_no_program_is_refused(setting, program, message):
     with pytest.raises(ProgramError, match=message):
         autotune_lowered(setting[0], program)

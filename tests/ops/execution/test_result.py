@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops import AutotuningResult, Entry, device_fingerprint
+from ejkernel.ops import AutotuningResult, Entry, device_fingerprint, overlay_cache
 from ejkernel.ops.execution.result import ResultFileError
 from tests.support import Plain, Scale, new_executor
 
@@ -44,6 +45,21 @@ def test_result_reaches_functions_that_were_jitted_before(setting):
     assert factor() == 1
     with result(4).as_overlay():
         assert factor() == 4
+
+
+def test_overlay_of_a_result_is_a_mapping_and_a_context(setting):
+    result, factor = setting
+    overlay = result(4).as_overlay()
+    assert isinstance(overlay, Mapping)
+    assert dict(overlay) == result(4).as_mapping()
+    assert len(overlay) == 1
+    with overlay_cache(overlay):
+        assert factor() == 4
+    with overlay, overlay:
+        assert factor() == 4
+    with overlay_cache(result(3).as_overlay()), overlay:
+        assert factor() == 4
+    assert factor() == 1
 
 
 def test_result_is_re_entrant(setting):

@@ -254,8 +254,8 @@ import jax.numpy as jnp, numpy as np
 Mode = enum.Enum("Mode", "FAST EXACT", module="m")
 VALUES = [
     {"b", "a", "c"}, {1.5, None, ("x", 1)}, frozenset({frozenset({"p", "q"}), "r"}), len, operator.add, np.tanh, dict,
-    lambda: 1, functools.partial(int, base=2), {Mode.FAST: 1}, {1: 2, "a": 3}, {(1, 2): {3}}, float("nan"), [float("inf")],
-    1j, b"raw", object(), range(3), {None: Mode.EXACT}, np.ones(2), jnp.ones((2, 3)), "lone \\ud800",
+    lambda: 1, functools.partial(int, base=2), {Mode.FAST: 1}, {1: 2, "a": 3}, {(1, 2): {3}},
+    float("nan"), [float("inf")], 1j, b"raw", object(), range(3), {None: Mode.EXACT}, np.ones(2), jnp.ones((2, 3)), "lone \\ud800",
 ]
 """
 
@@ -264,9 +264,9 @@ def test_anything_has_one_text_in_every_process():
     """The order of sets and the addresses of objects differ; the texts do not."""
     scope = {"__name__": "__main__"}
     exec(ANYTHING, scope)
-    code = f"{ANYTHING}\nfrom ejkernel.ops import short_hash, stable_json\nprint([(stable_json(x), short_hash(x)) for x in VALUES])"
+    ask = "from ejkernel.ops import short_hash, stable_json\nprint([(stable_json(x), short_hash(x)) for x in VALUES])"
     env = {**os.environ, "PYTHONHASHSEED": "5", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", ANYTHING + ask], env=env, capture_output=True, text=True, check=True)
     here = [(stable_json(x), short_hash(x)) for x in scope["VALUES"]]
     assert run.stdout.strip() == repr(here)
     assert len({text for text, _ in here}) == len(here), "each is told from the others"

@@ -1,6 +1,10 @@
+import json
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +17,7 @@ from ejkernel.ops import (
     label,
     labels_to_configs,
     registry,
+    stable_json,
 )
 from ejkernel.ops.utils import meta
 from tests.support import OwnBackward, Plain, Scale, new_executor
@@ -38,7 +43,69 @@ def test_label_survives_in_stablehlo_and_in_compiled_hlo(monkeypatch, name, mode
         assert (parts.prefix, parts.op_id, parts.call_key) == ("ejkernel_ops", op_id, call_key)
         assert LABEL_RE.fullmatch(found)
         if mode == "json":
-            assert parts.signature == executor.explain(kernel, X, X).selection.inv.signature
+            signature = executor.explain(kernel, X, X).selection.inv.signature
+            told = json.loads(found[found.index("{") :])
+            want = {"op": name, "key": call_key, "signature": signature, "cfg": json.loads(stable_json(Scale(1)))}
+            assert told == want
+            assert (parts.signature, parts.cfg) == (signature, want["cfg"])
+            assert extract_labels_from_hlo_text(f"before {found}\nafter") == [found]
+
+
+@dataclass(frozen=True)
+class Awkward:
+    text: str = 'quo"te / @ # : {} ~ \\ \n ядро'
+    scale: float = float("nan")
+    act: object = jnp.tanh
+
+
+def test_readable_label_holds_the_config_in_use_whatever_it_is(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_STAMP", "json")
+    executor, kernel = new_executor(), OwnBackward("op")
+    for cfg in (Scale(7), Awkward(), {"block": (1, 2)}):
+        for form in lowered_forms(lambda x: executor(NoMatter("op"), x, cfg=cfg), X):  # noqa: B023
+            assert meta.parse_label(*find_labels_in_lowered(form)).cfg == json.loads(stable_json(cfg))
+    executor.chooser.cache.put(*executor.explain(kernel, X, X).key, Scale(5))
+    for form in lowered_forms(jax.grad(lambda x: executor(kernel, x, x).sum()), X):
+        found = {p.op_id: p.cfg["fields"] for p in map(meta.parse_label, find_labels_in_lowered(form))}
+        assert found == {"op": {"factor": 5}, "op.vjp": {"factor": 1}}
+
+
+class NoMatter(Plain):
+    def run(self, x, *, cfg):
+        return jnp.sin(x)
+
+
+def test_readable_label_of_the_first_version_is_read():
+    old = f"p#op:0123456789abcdef:{meta.escape(stable_json({'op': 'op', 'args': []}))}"
+    (found,) = extract_labels_from_hlo_text(f'loc("jit(f)/{old}/sin")')
+    assert (
+        meta.parse_label(found)
+        == meta.parse_label(old)
+        == ("p", "op", "0" + "123456789abcdef", {"op": "op", "args": []}, None)
+    )
+
+
+@dataclass
+class Holder:
+    """As other libraries wrap what `jax.jit(f).lower(...)` returns."""
+
+    lowered: object
+
+
+def test_labels_are_found_in_what_holds_a_program():
+    executor = new_executor()
+    forms = lowered_forms(lambda x: executor(Plain("op"), x, x), X)
+    for form in forms:
+        assert find_labels_in_lowered(Holder(form)) == find_labels_in_lowered(form) != []
+    jitted = nnx.jit(lambda x: executor(Plain("op"), x, x)).lower(X)
+    for form in (jitted, jitted.compile()):
+        assert find_labels_in_lowered(form) == find_labels_in_lowered(forms[0])
+
+
+@pytest.mark.parametrize("thing", [3, "text", None, Holder(3), jnp.sin], ids=lambda x: type(x).__name__)
+def test_what_is_no_program_is_refused(thing):
+    with pytest.raises(meta.ProgramError, match=rf"got {type(thing).__name__}"):
+        find_labels_in_lowered(thing)
 
 
 def test_label_has_the_form_of_the_contract():
