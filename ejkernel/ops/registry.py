@@ -1,54 +1,110 @@
-"""What was called: abstract signatures of every traced call, and the calls that were recorded on request."""
+"""What was called: abstract signatures of the latest traced calls, and the calls that were recorded on request."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.batched import BatchedKernel
+from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, holds_tracers
 from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.fingerprint import Device, abstractify, device_fingerprint
 
 SMALL_INTEGERS = 65536
 """Integer arrays up to this many elements are kept for kernels with `record_integers`."""
 
+MAX_TRACED = 4096
+"""How many traced calls are remembered, the latest ones; what was recorded on request is always kept."""
+
+Key = tuple[str, str, str]
 Recorded = tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]
 
+
+class KernelGoneError(EjkernelError, LookupError):
+    """A call is known, but its kernel, which holds more than data, has been garbage collected since."""
+
+
+class _Call(NamedTuple):
+    inv: Invocation[Any, Any]
+    """Without its kernel."""
+    kernel: Callable[[], Kernel[Any, Any] | None]
+
+    def with_kernel(self) -> Invocation[Any, Any] | None:
+        kernel = self.kernel()
+        return None if kernel is None else dataclasses.replace(self.inv, kernel=kernel)
+
+
 _lock = threading.Lock()
-_traced: dict[tuple[str, str, str], Invocation[Any, Any]] = {}
-_recorded: set[tuple[str, str, str]] = set()
+_traced: dict[Key, _Call] = {}
+_recorded: dict[Key, _Call] = {}
 
 
 def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
     """Remembers a call for `get_invocations`, without its data."""
-    _remember(kernel, inv, record=True)
+    _record(kernel, inv)
 
 
 def note_traced(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
     """Remembers that a call was traced; it is recorded too, also in a file, if `EJKERNEL_OPS_RECORD` says so."""
-    record = env.recording()
-    if _remember(kernel, inv, record=record) and record:
-        from ejkernel.ops import specs
+    if env.recording():
+        if _record(kernel, inv):
+            from ejkernel.ops import specs
 
-        specs.record(_traced[inv.key])
-
-
-def _remember(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], *, record: bool) -> bool:
-    """Keeps a call without its data; whether it is recorded for the first time."""
-    kept = dataclasses.replace(inv, kernel=kernel, args=_keep(kernel, inv.args), kwargs=_keep(kernel, dict(inv.kwargs)))
+            specs.record(_kept(kernel, inv))
+        return
+    call = _Call(dataclasses.replace(_kept(kernel, inv), kernel=None), _holder(kernel, _is_data))
     with _lock:
-        held = _traced.get(inv.key)
+        _traced.pop(inv.key, None)  # The latest come last.
+        _traced[inv.key] = call
+        if len(_traced) > MAX_TRACED:
+            del _traced[next(iter(_traced))]
+
+
+def _record(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
+    """Keeps a call without its data; whether it is recorded for the first time."""
+    kept = dataclasses.replace(_kept(kernel, inv), kernel=None)
+    call = _Call(kept, _holder(kernel, lambda kernel: not holds_tracers(kernel)))
+    with _lock:
+        held = _recorded.get(inv.key)
         # Data that an eager call left is worth more than the shapes of a later trace.
-        if held is None or held.is_abstract:
-            _traced[inv.key] = kept
-        new = record and inv.key not in _recorded
-        if record:
-            _recorded.add(inv.key)
-        return new
+        if held is None or held.inv.is_abstract or held.kernel() is None:
+            _recorded[inv.key] = call
+        return held is None
+
+
+def _holder(
+    kernel: Kernel[Any, Any], keep: Callable[[Kernel[Any, Any]], bool]
+) -> Callable[[], Kernel[Any, Any] | None]:
+    """What gives the kernel, and keeps it alive if `keep` says so: what is noted on the side must not."""
+    if isinstance(kernel, BackwardKernel):
+        return _around(BackwardKernel, _holder(kernel.forward, keep))
+    if isinstance(kernel, BatchedKernel):
+        batch = kernel.batch
+        return _around(lambda inner: BatchedKernel(inner, batch), _holder(kernel.inner, keep))
+    return (lambda: kernel) if keep(kernel) else weakref.ref(kernel)
+
+
+def _around(wrap: Callable[[Any], Kernel[Any, Any]], held: Callable[[], Any]) -> Callable[[], Kernel[Any, Any] | None]:
+    return lambda: None if (inner := held()) is None else wrap(inner)
+
+
+def _is_data(kernel: Kernel[Any, Any]) -> bool:
+    """Whether a kernel holds nothing but small data, and so may be kept."""
+    return kernel.state() is not None or all(
+        arguments.is_data(value) for name, value in vars(kernel).items() if name != PROGRAMS
+    )
+
+
+def _kept(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
+    return dataclasses.replace(inv, kernel=kernel, args=_keep(kernel, inv.args), kwargs=_keep(kernel, dict(inv.kwargs)))
 
 
 def _keep(kernel: Kernel[Any, Any], tree: Any) -> Any:
@@ -63,11 +119,25 @@ def _keep(kernel: Kernel[Any, Any], tree: Any) -> Any:
     return jax.tree.map(keep, tree)
 
 
-def traced(op_id: str, call_key: str) -> Invocation[Any, Any] | None:
-    """The traced call with this identity on this device, or on any other if there is none."""
+def traced(op_id: str, call_key: str, kernel: Kernel[Any, Any] | None = None) -> Invocation[Any, Any] | None:
+    """The call with this identity on this device, or on any other if there is none, with its kernel or the one given.
+
+    Raises:
+      KernelGoneError: Its kernel is gone, and none is given.
+    """
+    here = (device_fingerprint(), op_id, call_key)
     with _lock:
-        found = {device: inv for (device, op, key), inv in _traced.items() if (op, key) == (op_id, call_key)}
-    return found.get(device_fingerprint()) or next(iter(found.values()), None)
+        calls = {**_traced, **_recorded} if here not in _traced and here not in _recorded else {}
+        found = _recorded.get(here) or _traced.get(here)
+        found = found or next((call for key, call in calls.items() if key[1:] == here[1:]), None)
+    if found is None or kernel is not None:
+        return None if found is None else dataclasses.replace(found.inv, kernel=kernel)
+    if (call := found.with_kernel()) is None:
+        raise KernelGoneError(
+            f"{op_id}: the kernel that made the call {call_key} is gone. One that holds arrays or other objects is not "
+            "kept for this: keep it yourself, or record its calls (EJKERNEL_OPS_RECORD=1)."
+        )
+    return call
 
 
 def get_invocations(device: str | Device | None = None) -> dict[str, dict[str, Recorded]]:
@@ -77,13 +147,13 @@ def get_invocations(device: str | Device | None = None) -> dict[str, dict[str, R
     while it is 1, also what was traced before.
     """
     name = device if isinstance(device, str) else device_fingerprint(device)
-    everything = env.recording()
-    calls: dict[str, dict[str, Recorded]] = {}
     with _lock:
-        for key, inv in _traced.items():
-            if key[0] == name and (everything or key in _recorded):
-                assert inv.kernel is not None
-                calls.setdefault(key[1], {})[key[2]] = (inv.kernel, inv.args, dict(inv.kwargs))
+        found = {**(_traced if env.recording() else {}), **_recorded}
+    calls: dict[str, dict[str, Recorded]] = {}
+    for key, call in found.items():
+        kernel = call.kernel() if key[0] == name else None
+        if kernel is not None:
+            calls.setdefault(key[1], {})[key[2]] = (kernel, call.inv.args, dict(call.inv.kwargs))
     return calls
 
 

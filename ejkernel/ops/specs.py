@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel, stacked
 from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel
 from ejkernel.ops.utils import classes, jsontext, tagged
+from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
 
 FORMAT = 1
@@ -264,47 +265,76 @@ def record(inv: Invocation[Any, Any]) -> None:
     except OSError as error:
         logger.warning("%s: calls cannot be recorded there (%s). Set EJKERNEL_CACHE_DIR.", path, error)
     except Exception as error:  # noqa: BLE001 - a note about a program must never be what breaks it.
-        logger.warning("%s %s: not recorded for tuning elsewhere: %s", inv.op_id, inv.call_key, error)
+        # As text: an error holds the frames that it came through, and these what is being traced.
+        logger.warning("%s %s: not recorded for tuning elsewhere: %s", inv.op_id, inv.call_key, str(error))
+
+
+_known: dict[Path, dict[tuple[str, str, str], str]] = {}
+"""The calls that this process has seen in record files: key -> hash of the spec."""
 
 
 def add(specs: Iterable[Spec], path: str | os.PathLike[str]) -> None:
-    """Adds calls to a record file, in place of those with the same key."""
+    """Adds calls to a record file, in place of those with the same key: one line each, however long the file is."""
     import filelock
 
-    path = Path(path)
+    from ejkernel.ops.config import store_files
+
+    path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path.with_name(path.name + ".lock")):
-        write([*(read(path) if path.exists() else []), *specs], path)
+        if path not in _known or not path.exists():
+            held = read(path) if path.exists() else []
+            write(held, path)  # The lines that others have added become part of the document.
+            _known[path] = {_key(spec): short_hash(spec) for spec in held}
+        new = {_key(spec): spec for spec in specs if _known[path].get(_key(spec)) != short_hash(spec)}
+        for spec in new.values():
+            store_files.append_line(path, spec)
+        _known[path] |= {key: short_hash(spec) for key, spec in new.items()}
+
+
+def _key(spec: Spec) -> tuple[str, str, str]:
+    return spec["device"], spec["op_id"], spec["call_key"]
 
 
 def write(specs: Iterable[Spec], path: str | os.PathLike[str]) -> None:
     """Writes a record file in one step, each call once."""
     from ejkernel.ops.config import store_files
 
-    distinct = {(s["device"], s["op_id"], s["call_key"]): s for s in specs}
+    distinct = {_key(spec): spec for spec in specs}
     data = {"ejkernel_record": FORMAT, "calls": [distinct[key] for key in sorted(distinct)]}
     store_files.write(Path(path).absolute(), json.dumps(data, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def read(path: str | os.PathLike[str]) -> list[Spec]:
-    """Calls of a record file.
+    """Calls of a record file, each once: of its document, and of the lines that were added to it since.
 
     Raises:
       SpecError: It is not one.
     """
     try:
-        data = jsontext.parse(Path(path).read_bytes(), max_bytes=MAX_BYTES)
+        raw = Path(path).read_bytes()
+        document, end, lines = raw.partition(b"\n}\n")
+        data = jsontext.parse(document + end, max_bytes=MAX_BYTES)
     except (jsontext.JsonTextError, OSError) as error:
         raise SpecError(f"{path}: {error}") from error
     if not isinstance(data, dict) or data.get("ejkernel_record") != FORMAT or not isinstance(data.get("calls"), list):
         raise SpecError(f"{path}: is not a record of calls of format {FORMAT}. EJKERNEL_OPS_RECORD=1 writes one.")
-    for index, call in enumerate(data["calls"]):
+    calls = [*data["calls"], *_added(lines, path)]
+    for index, call in enumerate(calls):
         wrong = [
             name for name, kind in _FIELDS.items() if not isinstance(call, dict) or not isinstance(call.get(name), kind)
         ]
         if wrong:
             raise SpecError(f"{path}: call {index} lacks {', '.join(wrong)}, or they are of the wrong kind.")
-    return data["calls"]
+    return list({_key(call): call for call in calls}.values())
+
+
+def _added(lines: bytes, path: str | os.PathLike[str]) -> Iterator[Any]:
+    for line in filter(None, lines.splitlines()):
+        try:
+            yield jsontext.parse(line, max_bytes=MAX_BYTES)
+        except jsontext.JsonTextError as error:
+            logger.warning("%s: a call that was not written to its end is left out (%s)", path, error)
 
 
 _FIELDS: dict[str, Any] = {

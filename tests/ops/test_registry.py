@@ -6,7 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Invocation, Kernel, device_fingerprint, get_invocations, record_invocation, registry
+from ejkernel.ops import (
+    Invocation,
+    Kernel,
+    device_fingerprint,
+    find_labels_in_lowered,
+    get_invocations,
+    labels_to_configs,
+    record_invocation,
+    registry,
+    specs,
+)
+from ejkernel.ops.execution import program
+from tests.recorded_kernels import Anything as Recorded
 from tests.support import OwnBackward, Plain, Scale, new_executor
 
 X = jnp.ones((3, 2))
@@ -99,3 +111,127 @@ def test_large_integers_are_not_kept(monkeypatch):
     new_executor()(GroupSizes(), X, jnp.zeros(registry.SMALL_INTEGERS + 1, jnp.int32))
     ((_, (_, kept), _),) = get_invocations()[GroupSizes().op_id].values()
     assert isinstance(kept, jax.ShapeDtypeStruct)
+
+
+# --- What stays alive ---
+
+
+class Holds(Plain):
+    """A kernel that holds an array, or anything else."""
+
+    def __init__(self, held, name="holds"):
+        super().__init__(name)
+        self.held = held
+
+    def run(self, x, *, cfg):
+        return x * sum(jax.tree.leaves(self.held))
+
+
+class HoldsOwnVjp(Holds):
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (cotangents[0] * sum(jax.tree.leaves(self.held)),)
+
+
+@pytest.mark.parametrize("cls", [Holds, HoldsOwnVjp])
+def test_no_kernel_and_no_array_of_it_outlives_its_user(cls):
+    executor = new_executor()
+
+    def use(kernel):
+        x, call = jnp.ones(5), lambda x: executor(kernel, x)
+        call(x), jax.jit(call)(x), jax.grad(lambda x: call(x).sum())(x), jax.vmap(call)(x[None])
+        return weakref.ref(kernel), weakref.ref(kernel.held)
+
+    gone, array = use(cls(jnp.ones(5) * 2))
+    gc.collect()
+    assert gone() is None
+    gc.collect()  # Its programs, which went with it, are a circle.
+    assert array() is None
+
+
+def test_no_tracer_that_a_kernel_holds_is_left_behind():
+    executor = new_executor()
+    with jax.checking_leaks():
+        jax.jit(lambda x, w: executor(Holds(w), x))(X, X)
+        jax.jit(jax.grad(lambda x, w: executor(Holds([w]), x).sum()))(X, X)
+        jax.vmap(lambda x, w: executor(Holds(w), x))(X, X)
+
+
+def test_no_tracer_that_a_recorded_kernel_holds_is_left_behind(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    executor = new_executor()
+    with jax.checking_leaks():
+        jax.jit(lambda x, w: executor(Holds(w), x))(X, X)
+    assert get_invocations() == {}
+
+
+class HoldsData(Holds):
+    run = Plain.run
+
+
+def test_kernel_of_plain_data_is_kept_so_that_its_call_can_be_tuned_later():
+    data = ((1, 2), {"a": 3.0}, [None, "x", jnp.float32], frozenset({1}), Scale(2), lambda x, n=3: x * n)
+    executor = new_executor()
+    for held in data:
+        kernels = [HoldsData(held)]
+        key = executor.explain(kernels[0], X, X).key
+        jax.jit(lambda x: executor(kernels[0], x, x)).lower(X)  # noqa: B023
+        kept = weakref.ref(kernels.pop())
+        gc.collect()
+        assert registry.traced(*key[1:]).kernel is kept() is not None
+        registry.clear()
+
+
+def test_call_whose_kernel_is_gone_is_told_apart_from_one_that_was_never_made():
+    executor = new_executor()
+    label = find_labels_in_lowered(jax.jit(lambda x: executor(Holds(jnp.ones(3)), x)).lower(jnp.ones(3)))
+    gc.collect()
+    with pytest.raises(registry.KernelGoneError, match=r"holds: the kernel .* is gone\. One that holds arrays"):
+        labels_to_configs(label)
+    assert registry.traced("holds", "0" * 16) is None
+
+
+def test_recorded_kernel_is_kept_until_it_is_tuned(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    new_executor()(Holds(jnp.ones(3)), jnp.ones(3))
+    gc.collect()
+    ((kernel, _, _),) = get_invocations()["holds"].values()
+    np.testing.assert_array_equal(kernel.held, jnp.ones(3))
+
+
+def test_traced_calls_are_bounded_and_recorded_ones_stay(monkeypatch):
+    """10 000 shapes, each of its own kernel; the tables are what grows, so nothing is compiled."""
+    abstract = lambda n: (jax.ShapeDtypeStruct((n,), jnp.float32),)
+    first = Invocation(kernel=Plain("first"), args=abstract(1))
+    record_invocation(first.kernel, first)
+    for n in range(10_000):
+        kernel = Plain(f"kernel{n}")
+        registry.note_traced(kernel, Invocation(kernel=kernel, args=abstract(n)))
+    assert len(registry._traced) == registry.MAX_TRACED
+    assert registry.traced("kernel9999", Invocation(kernel=kernel, args=abstract(9_999)).call_key).kernel is kernel
+    assert list(get_invocations()) == ["first"]
+    assert sum(isinstance(x, Plain) for x in gc.get_objects()) <= registry.MAX_TRACED + 100
+
+
+def test_programs_of_many_kernels_are_bounded(monkeypatch):
+    monkeypatch.setattr(program, "MAX_VARIANTS", 20)
+    executor, kept = new_executor(), []
+    # Kernels that share no programs; held, so that only the bound can free anything.
+    kept = [HoldsOwnVjp([n]) for n in range(50)] + [Holds(n, f"op{n}") for n in range(50)]
+    for kernel in kept:
+        jax.eval_shape(lambda x: executor(kernel, x), X)  # noqa: B023
+    gc.collect()
+    assert max(len(executor._own), len(executor._shared)) <= 20
+    np.testing.assert_array_equal(executor(kept[3], X), 3 * X)
+
+
+def test_recording_reads_its_file_once_however_many_calls_there_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    reads, writes = [], []
+    monkeypatch.setattr(specs, "read", lambda path, read=specs.read: reads.append(path) or read(path))
+    monkeypatch.setattr(specs, "write", lambda s, path, write=specs.write: writes.append(path) or write(s, path))
+    kernel = Recorded()
+    for n in range(40):
+        registry.note_traced(kernel, Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((n,), jnp.float32),)))
+    assert (len(reads), len(writes)) == (0, 1)
+    assert [c["args"][0]["shape"] for c in specs.read(specs.record_path())] == [[n] for n in range(40)]

@@ -8,11 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from ejkernel.ops.config import context
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import get_device_platform
 
 
@@ -72,6 +75,26 @@ def refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> st
 def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
     """Whether tuning `inv` could choose `cfg`: the guess takes part whether or not it is listed."""
     return accepts(inv, kernel, cfg) or context.same_cfg(cfg, heuristic(inv, kernel))
+
+
+def leaves_no_choice(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
+    """Whether the guess is all that could be chosen for `inv`, and measuring it is not possible either.
+
+    That is so for a kernel that must see values, which no compiled program shows it, and for an abstract call with
+    integers that only its kernel could make up.
+    """
+    owner = source_of(kernel)
+    made_up = inv.is_abstract and getattr(owner, "example_inputs", None) is None
+    if owner.jit and not (made_up and any(map(_has_unknown_integers, jax.tree.leaves((inv.args, dict(inv.kwargs)))))):
+        return False
+    space, guess = candidates(inv, kernel), heuristic(inv, kernel)
+    if isinstance(space, Mapping):
+        return _in_space(space, guess) and all(callable(values) or len(list(values)) == 1 for values in space.values())
+    return all(context.same_cfg(cfg, guess) for cfg in space)
+
+
+def _has_unknown_integers(x: Any) -> bool:
+    return arguments.has_no_data(x) and not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
 def _in_space(space: Any, cfg: Any) -> bool:

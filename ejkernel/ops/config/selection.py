@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config import context
-from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, place_of, source_of
+from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, leaves_no_choice, place_of, source_of
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.kinds import ConfigClassWarning, check_explicit, is_redefined, is_renamed, misfit, note_owner
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
@@ -386,6 +386,8 @@ class ConfigSelectorChain:
 
     def on_miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
         """What to do without a stored config: measure, take the nearest shape's, guess, or raise."""
+        if policy.autotune in ("on", "frozen") and leaves_no_choice(inv, kernel):
+            return Tier("heuristic", heuristic(inv, kernel), "there is nothing to choose")
         if policy.autotune == "on":
             return Tier("autotune", self._tune(inv, kernel, policy))
         if policy.autotune == "frozen":

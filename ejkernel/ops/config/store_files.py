@@ -82,15 +82,7 @@ class StoreFiles:
         """Adds one line to the trials of an entry."""
         path = self.path(place, TRIALS)
         path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
-        try:
-            size = os.fstat(fd).st_size
-            # A writer that died in the middle of its line must not take the next line with it.
-            torn = size and os.lseek(fd, size - 1, os.SEEK_SET) >= 0 and os.read(fd, 1) != b"\n"
-            _write_all(fd, b"\n" + line if torn else line)
-        finally:
-            os.close(fd)
+        append_line(path, record)
 
     def read_trials(self, place: Place) -> list[dict[str, Any]]:
         """Trials of an entry; a line that was cut off is left out."""
@@ -152,6 +144,19 @@ def _write(path: Path, data: bytes) -> Stamp:
         raise
     _sync_directory(path.parent)
     return written
+
+
+def append_line(path: Path, record: Any) -> None:
+    """Adds one line of JSON to a file."""
+    line = json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
+    try:
+        size = os.fstat(fd).st_size
+        # A writer that died in the middle of its line must not take the next line with it.
+        torn = size and os.lseek(fd, size - 1, os.SEEK_SET) >= 0 and os.read(fd, 1) != b"\n"
+        _write_all(fd, b"\n" + line if torn else line)
+    finally:
+        os.close(fd)
 
 
 def _set_time(fd: int) -> None:

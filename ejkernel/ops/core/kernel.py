@@ -241,10 +241,15 @@ def runs_as_operation(kernel: Kernel[Any, Any]) -> bool:
     """
     if not kernel.jit or kernel.state() is not None or not has_own_gradient(kernel):
         return kernel.jit
-    return not any(_holds_tracers(value) for name, value in vars(kernel).items() if name != PROGRAMS)
+    return not holds_tracers(kernel)
 
 
-def _holds_tracers(value: Any) -> bool:
+def holds_tracers(kernel: Kernel[Any, Any]) -> bool:
+    """Whether an attribute of a kernel is traced, or a pytree with something traced in it."""
+    return any(_any_tracer(value) for name, value in vars(kernel).items() if name != PROGRAMS)
+
+
+def _any_tracer(value: Any) -> bool:
     try:
         leaves = jax.tree.leaves(value)
     except ValueError:  # A dict whose keys have no order is no pytree.

@@ -23,7 +23,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, KernelDefinitionError, tracing
+from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, KernelDefinitionError, has_own_gradient, tracing
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.pipeline import (
     Args,
@@ -306,7 +306,7 @@ class Executor:
             token = links.setdefault(_Token, _Token())
             table = self._own.get(token)
             if table is None:
-                table = self._own.setdefault(token, _Table())
+                table = bounded(self._own, token, _Table())
         else:
             key = (type(kernel), state)
             table = self._shared.get(key)
@@ -326,6 +326,10 @@ class Executor:
         if kernel.state() != state and programs is not None:
             latest = programs.latest()
             kernel = latest if latest is not None and latest.state() == state else kernel
+        if kernel.state() is None and has_own_gradient(kernel):
+            # Equations hold the kernel for their gradient, and its programs hold them: of a copy, so that the kernel
+            # itself, and with it its programs, goes when nobody else has it.
+            kernel = copy.copy(kernel)
         return self._run_here(kernel, cfg, args, kwargs)
 
     def _differentiates_batch(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> bool:

@@ -114,9 +114,9 @@ def _recorded_invocation(
     op_id: str, call_key: str, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Invocation[Any, Any]:
     """The call as it was traced: its context and platform are known to the registry, not to the mapping."""
-    traced = registry.traced(op_id, call_key)
+    traced = registry.traced(op_id, call_key, kernel)
     if traced is not None:
-        return replace(traced, kernel=kernel, args=tuple(args), kwargs=dict(kwargs))
+        return replace(traced, args=tuple(args), kwargs=dict(kwargs))
     return Invocation(kernel=kernel, op_id=op_id, args=tuple(args), kwargs=dict(kwargs))
 
 

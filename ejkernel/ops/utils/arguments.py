@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import sys
 from collections.abc import Hashable, Iterable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -99,6 +101,25 @@ def _part_key(part: Any, depth: int) -> Hashable:
     except TypeError:
         return type(part)
     return key
+
+
+def is_data(x: Any, depth: int = 4) -> bool:
+    """Whether `x` is surely plain data, or a function of plain data, which costs nothing to keep."""
+    if x is None or isinstance(x, (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, type)):
+        return True
+    if not depth:
+        return False
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return all(is_data(part, depth - 1) for part in x)
+    if isinstance(x, dict):
+        return all(is_data(part, depth - 1) for part in (*x.keys(), *x.values()))
+    if isinstance(x, FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        return all(is_data(part, depth - 1) for part in (cells, x.__defaults__, x.__kwdefaults__))
+    if dataclasses.is_dataclass(x):
+        return all(is_data(getattr(x, f.name), depth - 1) for f in dataclasses.fields(x))
+    # A function of a module is there anyway.
+    return getattr(sys.modules.get(getattr(x, "__module__", "")), getattr(x, "__qualname__", ""), None) is x
 
 
 def static_key(owner: str, statics: Statics) -> Hashable:

@@ -135,7 +135,7 @@ def test_keys_that_read_alike_are_different_keys(cache):
 def older(cache):
     """A store that 0.1 wrote: it put "7" where 7 belongs."""
     cache.put("7", {"block": 1})
-    now, then = (StoreFiles(cache.path).path(place) for place in (place_of("7"), place_of(7)))
+    now, then = map(StoreFiles(cache.path).path, (place_of("7"), place_of(7)))
     then.write_text(now.read_text().replace(place_of("7").call_key, place_of(7).call_key))
     now.unlink()
     return PersistentCache(cache.path)

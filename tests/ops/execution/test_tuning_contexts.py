@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overlay_cache, policy_override
+from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.execution.problem import TuningInputsError
 from ejkernel.ops.execution.tuning import TuningError
 from tests.tuning_kernels import (
@@ -209,6 +210,55 @@ def test_abstract_integers_without_examples_say_what_to_write():
         jax.jit(functools.partial(executor, Gathering()))(X, index)
     # An eager call has its own.
     np.testing.assert_allclose(executor(Gathering(), X, index), 2 * X[index], rtol=1e-6)
+
+
+class OnlyGuess(Kernel[Work, jax.Array]):
+    """A kernel with one candidate, written as each of the ways allows."""
+
+    def __init__(self, space=None, jit=True):
+        super().__init__("only_guess")
+        self.jit = jit
+        if space is not None:
+            self.config_space = lambda inv: space
+
+    def run(self, x, *, cfg):
+        return x * (2 if self.jit else round(float(x.max())) // round(float(x.max())) * 2)
+
+    def heuristic_cfg(self, inv):
+        return GUESS
+
+
+GUESS = Work(FAST)
+ONE = {
+    "none": None,
+    "list": [GUESS],
+    "twice": [GUESS, Work(FAST)],
+    "axes": {"loops": [FAST], "fault": [""], "tag": [0]},
+    "empty": [],
+}
+
+
+@pytest.mark.parametrize("policy", ["on", "frozen"])
+@pytest.mark.parametrize("space", ONE)
+def test_call_that_cannot_be_measured_and_leaves_no_choice_gets_its_guess(space, policy):
+    events = []
+    on_event = lambda name, **data: events.append((name, data.get("tier")))
+    executor = Executor(ConfigSelectorChain(autotune=policy, tuner=QUIET, on_event=on_event))
+    n = jnp.arange(4)
+    np.testing.assert_array_equal(jax.jit(lambda n: executor(OnlyGuess(ONE[space]), n))(n), 2 * n)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda n: executor(OnlyGuess(ONE[space]), n)))(n), 2 * n)
+    x = jnp.arange(3.0)
+    for _ in range(2):
+        np.testing.assert_array_equal(executor(OnlyGuess(ONE[space], jit=False), x), 2 * x)
+    assert set(events) == {("select", "heuristic")}, "nothing was tuned, and nothing stored as if it had been"
+
+
+def test_call_that_can_be_measured_or_leaves_a_choice_is_no_exception():
+    executor = Executor(ConfigSelectorChain(autotune="frozen"))
+    with pytest.raises(ConfigNotFoundError):
+        executor(OnlyGuess(), jnp.ones(3))
+    with pytest.raises(TuningInputsError):
+        jax.jit(lambda n: tuning_executor()(OnlyGuess([GUESS, Work(MIDDLE)]), n))(jnp.arange(3))
 
 
 def test_abstract_integers_in_a_nested_keyword_are_named():

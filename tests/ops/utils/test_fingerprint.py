@@ -255,7 +255,8 @@ Mode = enum.Enum("Mode", "FAST EXACT", module="m")
 VALUES = [
     {"b", "a", "c"}, {1.5, None, ("x", 1)}, frozenset({frozenset({"p", "q"}), "r"}), len, operator.add, np.tanh, dict,
     lambda: 1, functools.partial(int, base=2), {Mode.FAST: 1}, {1: 2, "a": 3}, {(1, 2): {3}},
-    float("nan"), [float("inf")], 1j, b"raw", object(), range(3), {None: Mode.EXACT}, np.ones(2), jnp.ones((2, 3)), "lone \\ud800",
+    float("nan"), [float("inf")], 1j, b"raw", object(), range(3), {None: Mode.EXACT},
+    np.ones(2), jnp.ones((2, 3)), "lone \\ud800",
 ]
 """
 
