@@ -26,6 +26,13 @@ def test_wheel_holds_the_page_the_packs_and_the_types(tmp_path):
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "examples", "scripts"))]
 
 
+def test_type_checkers_know_what_calls_return():
+    pytest.importorskip("basedpyright")
+    checker = [sys.executable, "-m", "basedpyright", "--level", "error", "--pythonpath", sys.executable]
+    run = subprocess.run([*checker, "tests/typed_calls.py"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["wheel", "sdist"])
 def test_installed_package_runs_without_the_repository(tmp_path, target):

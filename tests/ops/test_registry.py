@@ -17,6 +17,7 @@ from ejkernel.ops import (
     registry,
     specs,
 )
+from ejkernel.ops.config import context
 from ejkernel.ops.execution import program
 from tests.recorded_kernels import Anything as Recorded
 from tests.support import OwnBackward, Plain, Scale, new_executor
@@ -222,6 +223,19 @@ def test_programs_of_many_kernels_are_bounded(monkeypatch):
     gc.collect()
     assert max(len(executor._own), len(executor._shared)) <= 20
     np.testing.assert_array_equal(executor(kept[3], X), 3 * X)
+
+
+def test_answers_are_bounded_and_changes_reach_those_that_were_forgotten(monkeypatch):
+    monkeypatch.setattr(context, "MAX_SERVED", 4)
+    executor, kernel = new_executor(), Plain()
+    call = jax.jit(lambda x: executor(kernel, x, x))
+    before, key = call(X), executor.explain(kernel, X, X).key
+    for n in range(1, 8):
+        jax.eval_shape(lambda x: executor(kernel, x, x), jnp.ones(n))
+    cache = executor.chooser.cache
+    assert len(cache.served._answers) <= 4
+    cache.put(*key, Scale(5))
+    np.testing.assert_array_equal(call(X), 5 * before)
 
 
 def test_recording_reads_its_file_once_however_many_calls_there_are(monkeypatch, tmp_path):

@@ -232,6 +232,10 @@ def invalidate() -> None:
         _generation.set_global(_generation.get_global() + 1)
 
 
+MAX_SERVED = 65536
+"""How many calls a cache remembers to have answered, so that a process may live for long."""
+
+
 class Served:
     """The answers that a cache has had a part in, so that only a change to one of them invalidates anything."""
 
@@ -244,7 +248,14 @@ class Served:
     def ask(self, key: Hashable) -> None:
         """A call with this key is about to be answered: a change from now on must not go unnoticed."""
         with self._lock:
+            full = len(self._answers) >= MAX_SERVED and key not in self._answers
+            if full:
+                self._answers.clear()
+                self._guessed.clear()
+                self._held.clear()
             self._answers.setdefault(key, []).append(_PENDING)
+        if full:
+            invalidate()  # Whoever is still in use asks again, and is noted again.
 
     def note(self, key: Hashable, cfg: Any, *, guessed: bool = False) -> None:
         """The call that asked was traced with `cfg`; if that was a guess, a neighbour's entry may better it."""

@@ -7,7 +7,7 @@ take top-level Python scalars out first; flatten everything here and take every 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -163,7 +163,7 @@ class Program:
         return self._trace(*arguments.merge(arrays, statics))
 
 
-def bounded(table: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+def bounded(table: MutableMapping[Any, Any], key: Hashable, value: Any) -> Any:
     """Puts `value` into a table that is emptied when it is full, and returns what is there."""
     if len(table) >= MAX_VARIANTS:
         table.clear()
