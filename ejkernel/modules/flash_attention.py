@@ -52,8 +52,8 @@ class FlashAttentionConfig:
 class Saved(NamedTuple):
     """What a forward leaves for any backward."""
 
-    lse: Array
-    """Natural logarithm, [batch, heads, q], float32; +inf for rows that see nothing."""
+    sums: masks.LogSum
+    """Natural logarithms, [batch, heads, q], float32; float64 for float64 arguments."""
     explicit: Any = None
     """`_Explicit`, if the caller gave parameters for the backward."""
 
@@ -227,8 +227,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     ) -> tuple[Array, Saved]:
         extras, rules = _extras(args, kwargs), kwargs["rules"]
         params = _checked(platform, "fwd_params", cfg.fwd_params, (FwdParams, MosaicFwdConfig))
-        out, lse = self._module(platform).forward(*args[:3], extras, rules, params, **self._options(platform))
-        return out, Saved(lse, _explicit(platform, cfg))
+        out, sums = self._module(platform).forward(*args[:3], extras, rules, params, **self._options(platform))
+        return out, Saved(sums, _explicit(platform, cfg))
 
     def _backward(
         self,
@@ -242,16 +242,20 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     ) -> tuple[Any, ...]:
         rules: Rules = kwargs["rules"]
         extras, module, options = _extras(args, kwargs), self._module(platform), self._options(platform)
-        explicit, lse, params = saved.explicit, saved.lse, cfg.bwd_params
+        explicit, (lse, rest), params = saved.explicit, saved.sums, cfg.bwd_params
         if explicit is not None and explicit.platform == platform:
             params = explicit.params
         params = _checked(platform, "bwd_params", params, (BwdParams, MosaicBwdConfig))
         delta = masks.row_products(out, dout, lse.dtype) if rules.normalize else jnp.zeros_like(lse)
-        if platform in ("mosaic", "cudnn"):
-            options = {"out": out}
-        dq, dk, dv, dbias = module.backward(*args[:3], extras, rules, lse, delta, dout, params, **options)
         aux = extras.softmax_aux
-        return dq, dk, dv, dbias, None if aux is None else masks.sinks_gradient(lse, delta, aux)
+        dsinks = None if aux is None else masks.sinks_gradient(saved.sums, delta, aux)
+        if platform == "mosaic":
+            options = {"out": out, "rest": rest}
+        else:
+            dout, delta = masks.unlost(dout, delta, rest)
+            options = {"out": out} if platform == "cudnn" else options
+        dq, dk, dv, dbias = module.backward(*args[:3], extras, rules, lse, delta, dout, params, **options)
+        return dq, dk, dv, dbias, dsinks
 
     def _module(self, platform: str) -> Any:
         """The module with `forward` and `backward` for a platform."""

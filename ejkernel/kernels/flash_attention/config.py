@@ -58,10 +58,10 @@ class MosaicFwdConfig:
         return {1: 24, 2: 24, 3: 32}[self.consumers]
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one block: Q and O tiles, the K and V rings, the log-sum-exp row."""
+        """Shared memory of one block: Q and O tiles, the K and V rings, the rows of log-sum-exp and its error."""
         q_and_o = (1 if self.share_qo else 2) * self.block_q * head_dim * 2
         rings = 2 * self.stages * self.block_kv * head_dim * 2
-        return q_and_o + rings + self.block_q * 4 + _BARRIER_BYTES
+        return q_and_o + rings + 2 * self.block_q * 4 + _BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
         """Registers a consumer thread holds at its widest point: scores, weights, output, and some 24 for the rest."""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import _compat
+from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 
 Array = jax.Array
@@ -66,9 +67,12 @@ def run(query: Array, key: Array, value: Array, rules: Rules) -> Array:
     )
 
 
-def forward(query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: None) -> tuple[Array, Array]:
-    """Returns the output and the log-sum-exp [batch, heads, q]."""
-    return _compat.cudnn_forward(query, key, value, **_rules(rules))
+def forward(
+    query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: None
+) -> tuple[Array, masks.LogSum]:
+    """Returns the output and the log-sum-exp [batch, heads, q]; what rounding took from it, cuDNN does not tell."""
+    out, lse = _compat.cudnn_forward(query, key, value, **_rules(rules))
+    return out, masks.LogSum(lse, jnp.zeros_like(lse))
 
 
 def backward(

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
@@ -59,14 +60,12 @@ def backward_configs(head_dim: int, *, full: bool) -> list[MosaicBwdConfig]:
 
 def forward(
     query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: MosaicFwdConfig | None = None
-) -> tuple[Array, Array]:
+) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     from ejkernel.kernels.flash_attention.mosaic import flash_attention_forward
 
-    out, lse = flash_attention_forward(query, key, value, cfg=params, **_rules(extras, rules))
-    # Some configs round the length up to whole tiles.
-    lse = lse[:, :, : query.shape[1]] * jnp.float32(math.log(2.0))
-    return masks.with_sinks(out, lse, extras.softmax_aux)
+    out, *sums = flash_attention_forward(query, key, value, cfg=params, **_rules(extras, rules))
+    return masks.with_sinks(out, _scaled(masks.LogSum(*sums), 1.0 / _to_base_2(rules)), extras.softmax_aux)
 
 
 def backward(
@@ -81,13 +80,36 @@ def backward(
     params: MosaicBwdConfig | None = None,
     *,
     out: Array,
+    rest: Array,
 ) -> tuple[Array, Array, Array, None]:
     """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
     from ejkernel.kernels.flash_attention.mosaic_bwd import flash_attention_backward
 
-    lse = lse * jnp.float32(math.log2(math.e))
-    grads = flash_attention_backward(query, key, value, out, lse, dout, cfg=params, **_rules(extras, rules))
+    lse, rest = _scaled(masks.LogSum(lse, rest), _to_base_2(rules))
+    grads = flash_attention_backward(query, key, value, out, lse, rest, dout, cfg=params, **_rules(extras, rules))
     return *grads, None
+
+
+def _to_base_2(rules: Rules) -> float:
+    """What turns logits into the kernels' exponents: log2(e), but for how the kernels round it with the scale."""
+    scale = 1.0 if rules.soft_cap is not None else rules.scale
+    return float(np.float32(scale * math.log2(math.e))) / float(np.float32(scale))
+
+
+def _scaled(sums: masks.LogSum, factor: float) -> masks.LogSum:
+    """The sums times a number, with an error of some 2**-34 of them.
+
+    A product of float32 has twice the digits. Numbers are cut in halves, whose products are exact.
+    """
+    lse = jnp.where(sums.lse == jnp.inf, 0.0, sums.lse)
+    upper = jax.lax.reduce_precision(lse, exponent_bits=8, mantissa_bits=11)
+    lower = lse - upper
+    first = np.float32(np.float16(factor))
+    second = np.float32(np.float16(factor - float(first)))
+    third = np.float32(factor - float(first) - float(second))
+    small = (upper * second + lower * first) + (lower * second + lse * third + sums.rest * np.float32(factor))
+    product = masks.rounded(upper * first, small)
+    return masks.LogSum(jnp.where(sums.lse == jnp.inf, jnp.inf, product.lse), product.rest)
 
 
 def _rules(extras: Extras, rules: Rules) -> dict[str, Any]:

@@ -42,26 +42,66 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def with_sinks(out: Array, lse: Array, aux: Array | None) -> tuple[Array, Array]:
+class LogSum(NamedTuple):
+    """The logarithm of the sum of exp(logit) of each row, as what it rounds to and what rounding takes away.
+
+    Softmax does not change when all logits of a row move by the same amount, but float32 cannot hold both a large
+    amount and the logarithm of the sum: at a million its spacing is 1/16, at a billion 64. Weights that are rebuilt
+    from `lse` alone are exp(rest) times too large.
+    """
+
+    lse: Any
+    """+inf for rows that see nothing: their weights are then zero."""
+    rest: Any
+
+
+def log_sum(top: Any, total: Any) -> LogSum:
+    """The log-sum-exp of rows whose largest logit is `top` and whose sum of exp(logit - top) is `total`."""
+    empty = total == 0
+    return rounded(jnp.where(empty, jnp.inf, top), jnp.log(jnp.where(empty, 1.0, total)))
+
+
+def rounded(large: Any, small: Any) -> LogSum:
+    """The sum of two numbers and the error of that, if the first is the larger one; of +inf there is no error."""
+    both = large + small
+    return LogSum(both, jnp.where(both == jnp.inf, 0.0, (large - both) + small))
+
+
+def with_sinks(out: Array, sums: LogSum, aux: Array | None) -> tuple[Array, LogSum]:
     """Output and log-sum-exp of a softmax that also had the sinks `aux` among its logits.
 
-    `out` is [batch, q, heads, dim], `lse` [batch, heads, q] with +inf for rows that see nothing.
+    `out` is [batch, q, heads, dim], the sums [batch, heads, q].
     """
     if aux is None:
-        return out, lse
-    sink = jax.nn.logsumexp(aux.astype(lse.dtype), axis=1)[None, :, None]
-    seen = jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
-    total = jnp.logaddexp(seen, sink)
+        return out, sums
+    aux = aux.astype(sums.lse.dtype)
+    top = aux.max(axis=1)
     # A sink of -inf is none, and a row that sees nothing else still sees nothing.
-    nothing = jnp.isneginf(total)
-    share = jnp.where(nothing, 0.0, jnp.exp(seen - jnp.where(nothing, 0.0, total))).swapaxes(1, 2)[..., None]
-    return (out.astype(lse.dtype) * share).astype(out.dtype), jnp.where(nothing, jnp.inf, total)
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    sink = LogSum(*(x[None, :, None] for x in log_sum(top, jnp.exp(aux - shift[:, None]).sum(axis=1))))
+    lead = (sums.lse - sink.lse) + (sums.rest - sink.rest)
+    lead = jnp.where(sums.lse == jnp.inf, -jnp.inf, jnp.where(sink.lse == jnp.inf, jnp.inf, lead))
+    lse, rest = (jnp.where(lead > 0, x, y) for x, y in zip(sums, sink, strict=True))
+    share = jax.nn.sigmoid(lead).swapaxes(1, 2)[..., None]
+    total = rounded(lse, rest + jnp.log1p(jnp.exp(-jnp.abs(lead))))
+    return (out.astype(lse.dtype) * share).astype(out.dtype), total
 
 
-def sinks_gradient(lse: Array, delta: Array, aux: Array) -> Array:
-    """Gradient of the sinks; `delta` is the sum of output times its gradient a row, [batch, heads, q] like `lse`."""
-    weights = jnp.exp(aux.astype(lse.dtype)[None, :, :, None] - lse[:, :, None, :])
+def sinks_gradient(sums: LogSum, delta: Array, aux: Array) -> Array:
+    """Gradient of the sinks; `delta` is the sum of output times its gradient a row, [batch, heads, q] like the sums."""
+    lse, rest = (x[:, :, None, :] for x in sums)
+    weights = jnp.exp((aux.astype(lse.dtype)[None, :, :, None] - lse) - rest)
     return -jnp.sum(weights * delta[:, :, None, :], axis=(0, 3)).astype(aux.dtype)
+
+
+def unlost(dout: Array, delta: Array, rest: Array) -> tuple[Array, Array]:
+    """`dout` and `delta` for a backward that rebuilds weights from the log-sum-exp without `rest`.
+
+    All gradients are products of a row's weights with one of the two, so the factor that is missing in the weights may
+    as well be there.
+    """
+    share = jnp.exp(-rest)
+    return (dout.astype(share.dtype) * share.swapaxes(1, 2)[..., None]).astype(dout.dtype), delta * share
 
 
 def row_products(out: Array, dout: Array, dtype: Any) -> Array:

@@ -45,8 +45,8 @@ def flash_attention_forward(
     kv_segment_ids: jax.Array | None = None,
     cfg: MosaicFwdConfig | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns attention output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`, in units of log2.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns attention output `[B, T, H, D]`, the log-sum-exp `[B, H, T]` in units of log2 and its rounding error.
 
     `lower` and `upper` bound `key - query`; `upper=0` is causal. With segment ids (`[B, T]`, `[B, S]`) a query sees the
     keys of its own segment only. A row that sees no key gives zeros and a log-sum-exp of +inf, so that its weights
@@ -89,6 +89,7 @@ def flash_attention_forward(
         "k_smem": swizzled(kv_tile, k.dtype),
         "v_smem": swizzled(kv_tile, v.dtype),
         "lse_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
+        "rest_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
         "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
         "k_full": plgpu.Barrier(num_barriers=cfg.stages),
@@ -97,17 +98,18 @@ def flash_attention_forward(
         "v_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "turn": plgpu.Barrier(num_barriers=cfg.consumers),
     }
-    out, lse = launch(
+    row = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
+    out, lse, rest = launch(
         body,
         *(q, k, v, jnp.asarray(table), *segments),
-        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), row, row),
         blocks=table.shape[0],
         cluster=cfg.cluster,
         consumers=cfg.consumers,
         scratch=scratch,
         interpret=interpret,
     )
-    return out, lse[:, :, :q_len]
+    return out, lse[:, :, :q_len], rest[:, :, :q_len]
 
 
 def padded(rows: jax.Array, block: int, value: float) -> jax.Array:
@@ -142,6 +144,7 @@ def _kernel(
     k_smem,
     v_smem,
     lse_smem,
+    rest_smem,
     q_full,
     q_free,
     k_full,
@@ -150,7 +153,7 @@ def _kernel(
     v_free,
     turn,
 ):
-    *segment_refs, o_ref, lse_ref = refs
+    *segment_refs, o_ref, lse_ref, rest_ref = refs
     block = lax.axis_index("block")
     wg = lax.axis_index("warpgroup")
     tiles = table_ref[block, 0]
@@ -209,7 +212,7 @@ def _kernel(
     @pl.when(wg < cfg.consumers)
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
-        q_tile, lse_tile = q_smem.at[wg], lse_smem.at[wg]
+        q_tile, lse_tile, rest_tile = q_smem.at[wg], lse_smem.at[wg], rest_smem.at[wg]
         o_tile = q_tile if cfg.share_qo else o_smem.at[wg]
         # Every buffer starts free, and the first turn belongs to the first warpgroup.
         plgpu.barrier_arrive(q_free.at[wg])
@@ -259,15 +262,19 @@ def _kernel(
             return s
 
         def softmax(s, m, l, batch, row, col, mask: bool):
-            """Returns weights, the new maximum, the new partial sums, and what the old output is to be scaled by."""
+            """Returns weights, the new maximum, the new partial sums, and what the old output is to be scaled by.
+
+            The maximum is kept as the exponent that it is, rounded once: the log-sum-exp must start from the very
+            number that was subtracted.
+            """
             s = capped(s)
             if mask:
                 s = masked(s, batch, row, col)
-            m_new = jnp.maximum(m, s.max(axis=1))
+            m_new = jnp.maximum(m, s.max(axis=1) * exponent_scale)
             # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
-            shift = (jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new) * exponent_scale
+            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new
             p = jnp.exp2(s * exponent_scale - lax.broadcast_in_dim(shift, s.shape, [0]))
-            alpha = jnp.exp2(m * exponent_scale - shift)
+            alpha = jnp.exp2(m - shift)
             # Sums stay apart per column of a quad until the end: adding across lanes is left out of the loop.
             l = l * lax.broadcast_in_dim(alpha, l.shape, [0])
             for c in range(0, block_kv, 8):
@@ -381,15 +388,19 @@ def _kernel(
             l = l.sum(axis=1)
             empty = l == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / l)
-            lse = jnp.where(empty, jnp.inf, m * exponent_scale + jnp.log2(l))
+            log = jnp.log2(l)
+            lse = jnp.where(empty, jnp.inf, m + log)
+            rest = jnp.where(empty, 0.0, (m - lse) + log)
             o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             o_tile[...] = o.astype(o_ref.dtype)
             lse_tile[...] = lse
+            rest_tile[...] = rest
             plgpu.commit_smem()
             rows = pl.ds(row, WGMMA_ROWS)
             plgpu.copy_smem_to_gmem(o_tile, o_ref.at[batch, rows, head])
             plgpu.copy_smem_to_gmem(lse_tile, lse_ref.at[batch, head, rows])
+            plgpu.copy_smem_to_gmem(rest_tile, rest_ref.at[batch, head, rows])
             if cfg.share_qo:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[wg])

@@ -28,11 +28,12 @@ from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
 from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_scores import Scores
+from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit
 
 _L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads in work.
+_LOST = 2.0**-12  # Errors of the log-sum-exp below this are hidden by the rounding of weights to 16 bits.
 
 
 def flash_attention_backward(
@@ -41,6 +42,7 @@ def flash_attention_backward(
     v: jax.Array,
     out: jax.Array,
     lse: jax.Array,
+    rest: jax.Array,
     dout: jax.Array,
     *,
     scale: float | None = None,
@@ -63,7 +65,8 @@ def flash_attention_backward(
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     whole = cfg.dq_block_q * cfg.dq_cluster
     # Queries past the end get a log-sum-exp of +inf, so that their weights are zero.
-    lse, delta = padded(lse, whole, math.inf), padded(delta, whole, 0.0)
+    lse, delta, rest = padded(lse, whole, math.inf), padded(delta, whole, 0.0), padded(rest, whole, 0.0)
+    lost = jnp.any(jnp.abs(rest) > _LOST).astype(jnp.int32)[None]
     table = tile_table(
         heads=batch * kv_heads,
         steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv * cfg.cluster)),
@@ -121,7 +124,7 @@ def flash_attention_backward(
     }
     dk, dv = launch(
         body,
-        *(q, k, v, dout, lse, delta, jnp.asarray(table), *in_place, *segments),
+        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *in_place, *segments),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         blocks=table.shape[0],
         cluster=cfg.cluster,
@@ -132,7 +135,7 @@ def flash_attention_backward(
     if total is not None:
         return total.finish(in_place[0][...], factor, q.dtype), dk, dv
     rules = {"band": band, "scale": factor, "soft_cap": soft_cap}
-    dq = query_gradient(q, k, v, dout, lse, delta, segments, **rules, cfg=cfg, interpret=interpret)
+    dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, segments, **rules, cfg=cfg, interpret=interpret)
     return dq, dk, dv
 
 
@@ -143,6 +146,8 @@ def _kernel(
     do_ref,
     lse_ref,
     delta_ref,
+    rest_ref,
+    lost_ref,
     table_ref,
     *refs: Any,
     cfg: MosaicBwdConfig,
@@ -205,8 +210,12 @@ def _kernel(
             plgpu.barrier_arrive(mem.do_free.at[slot])
         ragged = band.kv_len % (cfg.block_kv * cfg.cluster) != 0
         scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=1, ragged=ragged)
-        if total is None:
-            mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref)
-        else:
-            mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, total, others[0])
+
+        def consume(scores: Scores):
+            if total is None:
+                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref)
+            else:
+                mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, total, others[0])
+
+        with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

@@ -58,7 +58,8 @@ def consume(
         def make_scores(n, meanwhile: Callable[[], Any]):
             """Stores the weights of step `n` and the gradient of its scores; two products run during `meanwhile`."""
             slot, buffer = walk.slot(step + n), buffer_of(n)
-            row = at.place(n)[1] + wg * queries
+            head, row = at.place(n)
+            row = row + wg * queries
             plgpu.barrier_wait(mem.q_full.at[slot])
             k_tile, v_tile = mem.k_smem.at[unhoisted(0, n)], mem.v_smem.at[unhoisted(0, n)]
 
@@ -71,6 +72,7 @@ def consume(
                 p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.batch, at.col, row)
                 # Waiting here also keeps ptxas from moving the wait for the product up, over the exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])
+                p = scores.restored(p, at.batch, head, row)
                 store_columns(mem.p_smem.at[buffer], wg, p.astype(dtype), interpret=mma.interpret)
                 ds = scores.gradient(p, t, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot, own_queries]))
                 store_columns(mem.ds_smem.at[buffer, 0], wg, ds.astype(dtype), interpret=mma.interpret)

@@ -60,7 +60,9 @@ def consume(
                 mma.multiply(dp_acc, v_tile, do_tile, b_t=True)
                 s = mma.result(s_acc, in_flight=1)
                 p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot]), at.batch, own_col, row)
-                ds = scores.gradient(p, t, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot]))
+                dp = mma.result(dp_acc)
+                p = scores.restored(p, at.batch, head, row)
+                ds = scores.gradient(p, t, dp, scores.of_queries(mem.delta_smem.at[slot]))
                 return p.astype(dtype), ds.astype(dtype)
 
             p, ds = mma.scoped(weights, scores_shape, scores_shape)

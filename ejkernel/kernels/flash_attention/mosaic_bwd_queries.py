@@ -22,7 +22,7 @@ from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, sh
 from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_scores import Scores
+from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
 from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, unhoisted
 
 _HEAD_GROUP = 4  # As in the forward kernel.
@@ -35,6 +35,8 @@ def query_gradient(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
+    rest: jax.Array,
+    lost: jax.Array,
     segments: tuple[jax.Array, ...],
     *,
     band: Band,
@@ -58,7 +60,7 @@ def query_gradient(
     )
     return launch(
         body,
-        *(q, k, v, dout, lse, delta, jnp.asarray(table), *segments),
+        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *segments),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         blocks=table.shape[0],
         cluster=cfg.dq_cluster,
@@ -87,6 +89,8 @@ def _kernel(
     do_ref,
     lse_ref,
     delta_ref,
+    rest_ref,
+    lost_ref,
     table_ref,
     *refs: Any,
     cfg: MosaicBwdConfig,
@@ -157,11 +161,10 @@ def _kernel(
         for free in (mem.k_free, mem.v_free):
             for slot in range(free.shape[0]):
                 plgpu.barrier_arrive(free.at[slot])
-        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0, ragged=band.kv_len % block_kv != 0)
         q_tile = mem.q_smem.at[wg]
         narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim)
 
-        def tile(i, step):
+        def tile(scores: Scores, i, step):
             batch, head, row, start, count = decode(i)
             row = row + wg * WGMMA_ROWS
             rows = pl.ds(row, WGMMA_ROWS)
@@ -183,6 +186,7 @@ def _kernel(
                     p, t = scores.weights(s, lse, batch, (start + n) * block_kv, row)
                     dp = mma.result(dp_acc)
                     plgpu.barrier_arrive(mem.v_free.at[v])
+                    p = scores.restored(p, batch, head, row)
                     return scores.gradient(p, t, dp, delta).astype(q_ref.dtype)
 
                 ds = mma.scoped(gradient, narrow, narrow)
@@ -206,5 +210,9 @@ def _kernel(
             plgpu.barrier_arrive(mem.q_free.at[wg])
             return step + count
 
-        lax.fori_loop(0, table_ref[block, 0], tile, jnp.int32(0))
+        def consume(scores: Scores):
+            lax.fori_loop(0, table_ref[block, 0], functools.partial(tile, scores), jnp.int32(0))
+
+        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0, ragged=band.kv_len % block_kv != 0)
+        with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

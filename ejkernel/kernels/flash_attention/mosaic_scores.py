@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ _VECTORS = (plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0))  # Along
 class Scores:
     """How scores become weights: scale, cap and masks.
 
-    `query_axis` says where a tile has its queries, `ragged` whether a tile may reach past the last key.
+    `query_axis` says where a tile has its queries, `ragged` whether a tile may reach past the last key, `rest` what
+    rounding took from the log-sum-exp, if that matters.
     """
 
     band: Band
@@ -32,6 +34,7 @@ class Scores:
     segments: tuple[Any, ...]
     query_axis: int
     ragged: bool
+    rest: Any = None
 
     def of_queries(self, ref: Any, *, optimized: bool = True) -> jax.Array:
         """Loads a vector along the queries of a tile; `optimized=False` from global memory."""
@@ -50,6 +53,13 @@ class Scores:
         factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
         p = jnp.exp2(capped * factor - lax.broadcast_in_dim(lse, s.shape, [self.query_axis]))
         return lax.optimization_barrier(p), t
+
+    def restored(self, p: jax.Array, batch: Any, head: Any, row: Any) -> jax.Array:
+        """Returns the weights with the factor that they miss because their log-sum-exp was rounded."""
+        if self.rest is None:
+            return p
+        rest = self.of_queries(self.rest.at[batch, head, pl.ds(row, p.shape[self.query_axis])], optimized=False)
+        return p * lax.broadcast_in_dim(jnp.exp2(-rest), p.shape, [self.query_axis])
 
     def gradient(self, p: jax.Array, t: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
         """Returns the gradient of the scores, still to be scaled."""
@@ -97,3 +107,10 @@ class Scores:
         if self.ragged:
             cut = cut | (col + keys > self.band.kv_len)
         return cut
+
+
+def with_or_without_rest(consume: Callable[[Scores], None], scores: Scores, rest_ref: Any, lost_ref: Any) -> None:
+    """Calls `consume` in one of two copies of it: weights of usual size cost no instruction and no register more."""
+    lost = lost_ref[0] != 0
+    pl.when(lost)(lambda: consume(dataclasses.replace(scores, rest=rest_ref)))
+    pl.when(jnp.logical_not(lost))(lambda: consume(scores))

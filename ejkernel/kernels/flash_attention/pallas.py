@@ -63,16 +63,17 @@ def forward(
     params: FwdParams | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     cut = _Cut(query, key, value, extras, rules, params)
     batch, q_len, heads, _ = query.shape
-    out, lse = tile.call(
+    out, sums = tile.call(
         partial(_forward_kernel, cut=cut),
         cut.inputs(cut.by_query),
         [
             (((batch, heads, cut.q_length, value.shape[3]), query.dtype), cut.by_query.queries(value.shape[3])),
-            (((batch, heads, cut.q_length, 1), jnp.float32), cut.by_query.queries(1)),
+            # Side by side: the last axis is padded to whole lanes anyway.
+            (((batch, heads, cut.q_length, 2), jnp.float32), cut.by_query.queries(2)),
         ],
         grid=(batch, heads, cut.q_blocks, cut.kv_blocks),
         scratch_shapes=[
@@ -82,10 +83,11 @@ def forward(
         ],
         **cut.options(interpret, sequential=1),
     )
-    return masks.with_sinks(out[:, :, :q_len].swapaxes(1, 2), lse[:, :, :q_len, 0], extras.softmax_aux)
+    sums = masks.LogSum(sums[:, :, :q_len, 0], sums[:, :, :q_len, 1])
+    return masks.with_sinks(out[:, :, :q_len].swapaxes(1, 2), sums, extras.softmax_aux)
 
 
-def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, o_acc: Any, m_acc: Any, l_acc: Any, *, cut: _Cut) -> None:
+def _forward_kernel(refs: Any, o_ref: Any, sums_ref: Any, o_acc: Any, m_acc: Any, l_acc: Any, *, cut: _Cut) -> None:
     head, i, j = pl.program_id(0) * cut.heads + pl.program_id(1), pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
@@ -102,8 +104,9 @@ def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, o_acc: Any, m_acc: Any,
 
     @pl.when(j == cut.kv_blocks - 1)
     def _finish() -> None:
-        out, lse_ref[...] = tile.finished((o_acc[...], m_acc[...], l_acc[...]))
+        out, sums = tile.finished((o_acc[...], m_acc[...], l_acc[...]))
         o_ref[...] = out.astype(o_ref.dtype)
+        sums_ref[...] = jnp.where(tile.places(0, 2, 1) == 0, sums.lse, sums.rest)
 
 
 def backward(

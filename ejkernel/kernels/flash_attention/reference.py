@@ -100,14 +100,15 @@ def tiled(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
 
     def forward(q: Array, k: Array, v: Array, bias: Any, aux: Any) -> tuple[Array, Any]:
         own = extras._replace(bias=bias, softmax_aux=aux)
-        out, lse = xla.forward(q, k, v, own, rules)
-        return out, (q, k, v, own, out, lse)
+        out, sums = xla.forward(q, k, v, own, rules)
+        return out, (q, k, v, own, out, sums)
 
     def backward(saved: Any, dout: Array) -> tuple[Any, ...]:
-        q, k, v, own, out, lse = saved
-        delta = masks.row_products(out, dout, lse.dtype) if rules.normalize else jnp.zeros_like(lse)
-        grads = xla.backward(q, k, v, own, rules, lse, delta, dout)
-        return *grads, None if own.softmax_aux is None else masks.sinks_gradient(lse, delta, own.softmax_aux)
+        q, k, v, own, out, sums = saved
+        delta = masks.row_products(out, dout, sums.lse.dtype) if rules.normalize else jnp.zeros_like(sums.lse)
+        sinks = None if own.softmax_aux is None else masks.sinks_gradient(sums, delta, own.softmax_aux)
+        dout, delta = masks.unlost(dout, delta, sums.rest)
+        return *xla.backward(q, k, v, own, rules, sums.lse, delta, dout), sinks
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)

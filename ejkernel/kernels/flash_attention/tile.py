@@ -65,12 +65,10 @@ def accumulate(carry: Any, s: Any, v: Any, drop: Callable[[Any], Any], rules: Ru
     return o * alpha + dot(drop(p).astype(v.dtype), v, (1, 0), rules), m_new, l
 
 
-def finished(carry: Any) -> tuple[Any, Any]:
-    """Output and log-sum-exp (a column)."""
+def finished(carry: Any) -> tuple[Any, masks.LogSum]:
+    """Output and log-sum-exp (columns)."""
     o, m, l = carry
-    empty = l == 0
-    l = jnp.where(empty, 1.0, l)
-    return o / l, jnp.where(empty, jnp.inf, m + jnp.log(l))
+    return o / jnp.where(l == 0, 1.0, l), masks.log_sum(m, l)
 
 
 def weights(s: Any, slope: Any, lse: Any, delta: Any, dout: Any, v: Any, drop: Any, rules: Rules) -> tuple[Any, Any]:

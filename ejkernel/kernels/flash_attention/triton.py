@@ -86,25 +86,24 @@ def forward(
     params: FwdParams | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     cut = _Cut(query, key, value, extras, rules, params or default_forward(query.shape[3]))
     batch, heads = query.shape[0], query.shape[2]
-    out, lse = tile.call(
+    row = ((batch, heads, cut.q_length), jnp.float32), cut.per_query()
+    out, *sums = tile.call(
         partial(_forward_kernel, cut=cut),
         cut.inputs(block_q=True),
-        [
-            (((batch, heads, cut.q_length, cut.v_dim), query.dtype), cut.per_query(cut.v_dim)),
-            (((batch, heads, cut.q_length), jnp.float32), cut.per_query()),
-        ],
+        [(((batch, heads, cut.q_length, cut.v_dim), query.dtype), cut.per_query(cut.v_dim)), row, row],
         grid=(cut.q_length // cut.rows, heads, batch),
         **cut.options(interpret),
     )
     out = out[:, :, : query.shape[1], : value.shape[3]].swapaxes(1, 2)
-    return masks.with_sinks(out, lse[:, :, : query.shape[1]], extras.softmax_aux)
+    sums = masks.LogSum(*(x[:, :, : query.shape[1]] for x in sums))
+    return masks.with_sinks(out, sums, extras.softmax_aux)
 
 
-def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, *, cut: _Cut) -> None:
+def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, rest_ref: Any, *, cut: _Cut) -> None:
     i, head = pl.program_id(0), pl.program_id(2) * cut.heads + pl.program_id(1)
     q = refs["q"][...]
     rows = tile.places(i * cut.rows, cut.rows, 0)
@@ -125,9 +124,9 @@ def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, *, cut: _Cut) -> None:
         jnp.full((cut.rows, 1), -jnp.inf, jnp.float32),
         jnp.zeros((cut.rows, 1), jnp.float32),
     )
-    out, lse = tile.finished(cut.over(cut.key_spans(i), step, carry))
+    out, sums = tile.finished(cut.over(cut.key_spans(i), step, carry))
     o_ref[...] = out.astype(o_ref.dtype)
-    lse_ref[...] = lse.reshape(cut.rows)
+    lse_ref[...], rest_ref[...] = sums.lse.reshape(cut.rows), sums.rest.reshape(cut.rows)
 
 
 def backward(

@@ -47,21 +47,20 @@ def fitted(block: int, length: int) -> int:
 
 def forward(
     query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: FwdParams | None = None
-) -> tuple[Array, Array]:
-    """Returns the output and the log-sum-exp [batch, heads, q], +inf for rows that see nothing.
+) -> tuple[Array, masks.LogSum]:
+    """Returns the output and the log-sum-exp [batch, heads, q].
 
     Without normalisation the latter is the maximum of the row.
     """
     tiles = _Tiles.of(query, key, value, extras, rules, params)
-    out, lse = (
-        _joined(x, 3) for x in lax.map(partial(_forward_rows, tiles), jnp.arange(tiles.q_blocks, dtype=jnp.int32))
-    )
+    rows = lax.map(partial(_forward_rows, tiles), jnp.arange(tiles.q_blocks, dtype=jnp.int32))
     batch, q_len, heads, _ = query.shape
-    out = out.reshape(batch, heads, *out.shape[3:])[:, :, :q_len].swapaxes(1, 2)
-    return out.astype(query.dtype), lse.reshape(batch, heads, *lse.shape[3:])[:, :, :q_len]
+    whole = lambda x: _joined(x, 3).reshape(batch, heads, -1, *x.shape[5:])[:, :, :q_len]
+    out, sums = jax.tree.map(whole, rows)
+    return out.swapaxes(1, 2).astype(query.dtype), sums
 
 
-def _forward_rows(tiles: _Tiles, i: Array) -> tuple[Array, Array]:
+def _forward_rows(tiles: _Tiles, i: Array) -> tuple[Array, masks.LogSum]:
     """Output and log-sum-exp of one block of queries."""
     q = tiles.q_block(tiles.q, i)
 
@@ -79,11 +78,9 @@ def _forward_rows(tiles: _Tiles, i: Array) -> tuple[Array, Array]:
         return o, m_new, l
 
     o, m, l = tiles.over_keys(i, step, tiles.start(q))
-    empty = l == 0
     if not tiles.rules.normalize:
-        return o, jnp.where(empty, jnp.inf, m)
-    l = jnp.where(empty, 1.0, l)
-    return o / l[..., None], jnp.where(empty, jnp.inf, m + jnp.log(l))
+        return o, masks.log_sum(m, jnp.where(l == 0, 0.0, 1.0))
+    return o / jnp.where(l == 0, 1.0, l)[..., None], masks.log_sum(m, l)
 
 
 def backward(

@@ -22,7 +22,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 HEAD_DIMS = (64, 128, 256)
 RECENT = jax.__version_info__ >= (0, 11)
 
-# Query length, key length, key heads, dim, lower, upper, soft cap, segments, what queries are moved by (keys by minus).
+# Query length, key length, key heads, dim, lower, upper, soft cap, segments, what queries are moved by (keys by minus),
+# the logit of every seventh query and all keys.
 INTERPRETED = {
     "causal": (256, 256, 1, 64, None, 0, None, False),
     "full, grouped heads": (128, 256, 1, 128, None, None, None, False),
@@ -30,6 +31,8 @@ INTERPRETED = {
     "segments": (128, 128, 2, 64, None, 0, None, True),
     "lengths that fill no block": (200, 72, 2, 64, None, -40, None, False),
     "keys past the end, all scores far below zero": (64, 72, 1, 64, None, None, None, False, 4.0),
+    "rows of hugely negative logits": (128, 192, 2, 64, None, 0, None, False, 0.0, -(2.0**30)),
+    "rows of hugely negative logits, head dim 256": (64, 128, 1, 256, None, None, None, False, 0.0, -(2.0**30)),
     "head dim 256": (136, 200, 1, 256, -100, 64, 20.0, False),
     "head dim 256, segments": (128, 128, 2, 256, None, 0, None, True),
 }
@@ -40,7 +43,7 @@ import jax, jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.flash_attention import config, mosaic, mosaic_bwd
 
-mosaic._SMS, mosaic_bwd._SMS = 4, 1  # dQ is summed without atomics in the interpreter: one block at a time.
+mosaic.SMS, mosaic_bwd.SMS = 4, 1  # dQ is summed without atomics in the interpreter: one block at a time.
 
 def reference(q, k, v, lower, upper, cap, ids):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -54,19 +57,25 @@ def reference(q, k, v, lower, upper, cap, ids):
     p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0):
+def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0, far=0.0):
     keys = jax.random.split(jax.random.key(q_len + kv_len + dim), 4)
     q, dout = (jax.random.normal(key, (1, q_len, 2, dim), jnp.bfloat16) for key in keys[:2])
     k, v = (jax.random.normal(key, (1, kv_len, kv_heads, dim), jnp.bfloat16) for key in keys[2:])
     q, k = q + jnp.bfloat16(shift), k - jnp.bfloat16(shift)
+    if far:
+        rows = jnp.arange(q_len)[None, :, None, None] % 7 == 3
+        first = jnp.arange(dim) == 0
+        q, k = jnp.where(rows, first, jnp.where(first, 0, q)).astype(q.dtype), k.at[..., 0].set(far)
     ids = jnp.arange(q_len)[None] // 50 if segments else None
     options = dict(lower=lower, upper=upper, soft_cap=cap, q_segment_ids=ids, kv_segment_ids=ids)
     options["interpret"] = plgpu.InterpretGPUParams()
     forward = config.MosaicFwdConfig(consumers=2, block_kv=64, share_qo=dim == 256, cluster=2 if cap else 1)
-    out, lse = mosaic.flash_attention_forward(q, k, v, cfg=forward, **options)
-    grads = mosaic_bwd.flash_attention_backward(q, k, v, out, lse, dout, **options)
+    out, *sums = mosaic.flash_attention_forward(q, k, v, cfg=forward, **options)
+    grads = mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **options)
     want, pull = jax.vjp(lambda *x: reference(*x, lower, upper, cap, ids), *(x.astype(jnp.float32) for x in (q, k, v)))
-    wants = (want, *pull(dout.astype(jnp.float32)))
+    wants = [want, *pull(dout.astype(jnp.float32))]
+    if far:  # A gradient that is the small difference of huge numbers.
+        grads, wants[1] = (grads[0].at[..., 0].set(0), *grads[1:]), wants[1].at[..., 0].set(0)
     norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
     return [float(norm(a - b) / norm(b)) for a, b in zip((out, *grads), wants, strict=True)]
 
