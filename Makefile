@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test suite test-all lint docs walk-through dist bench lock clean
+.PHONY: help demo test suite test-full test-all lint docs walk-through dist bench lock clean
 
 help:  ## This list.
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -12,9 +12,12 @@ help:  ## This list.
 demo: $(RUNS)  ## Tune flash attention on this machine's device and print what became of every candidate.
 	$(BIN)/python examples/demo.py
 
-test: lint suite  ## Lint, then the whole CPU suite.
+test: lint suite  ## Lint, then the CPU suite.
 
-suite: $(STAMP)  ## The whole CPU suite.
+suite: $(STAMP)  ## The CPU suite, without the whole products of cases.
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu and not full"
+
+test-full: $(STAMP)  ## The CPU suite with the whole products of cases.
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu"
 
 test-all:  ## The suite on every supported Python that is installed.

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import reference
-from ejkernel.kernels.flash_attention.arguments import canonical
+from tests.kernels.flash_attention import oracle
 
 TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Of the largest element of the truth, by the dtype of the arguments."""
@@ -61,10 +61,11 @@ def coin(*shape, share=0.6):
     return lambda rng, case: jnp.asarray(normal(*shape)(rng, case) < share)
 
 
-def segments(side, count=3):
+def segments(side, count=3, order="sorted"):
     def make(rng, case):
         length = case.q_len if side == "q" else case.kv_len
-        return jnp.asarray(np.sort(rng.integers(0, count, size=(case.batch, length)), axis=1), jnp.int32)
+        ids = rng.integers(0, count, size=(case.batch, length))
+        return jnp.asarray(np.sort(ids, axis=1) if order == "sorted" else ids, jnp.int32)
 
     return make
 
@@ -142,6 +143,89 @@ DTYPES = [
 ]
 CASES = [*FEATURES, *DTYPES]
 
+
+# --- Pairs of features ---
+
+
+def pairwise(factors):
+    """Rows that have a value of every factor, such that every two values of two factors meet in one of them."""
+    values = {name: [(name, i) for i in range(len(choices))] for name, choices in factors.items()}
+    missing = {frozenset(pair) for a, b in combinations(values, 2) for pair in product(values[a], values[b])}
+    gain = lambda row: len(missing & set(map(frozenset, combinations(row, 2))))
+    rows = []
+    while missing:
+        row = []
+        # The values that are in most missing pairs come first, then those that make most pairs with them.
+        for name in sorted(values, key=lambda name: -sum(name in dict(pair) for pair in missing)):
+            row.append(max(values[name], key=lambda value, row=row: (gain([*row, value]), _uses(value, missing))))
+        missing -= set(map(frozenset, combinations(row, 2)))
+        rows.append({name: factors[name][i] for name, i in row})
+    return rows
+
+
+def _uses(value, pairs):
+    return sum(value in pair for pair in pairs)
+
+
+def large_sink(rng, case):
+    """exp(200) is no float32."""
+    return np.append(rng.normal(size=case.heads - 1), 200.0)
+
+
+_COMMON = {
+    "lengths": [(24, 24), (21, 37), (37, 21), (1, 24), (4, 3)],
+    "causal": [False, True, "lower_right"],
+    "softmax_aux": [None, normal("h"), large_sink],
+    "logits_soft_cap": [None, 1.5],
+    "dropout_prob": [None, 0.3],
+}
+_KERNELS = {
+    **_COMMON,
+    "platform": ["xla", "triton", "pallas", "reference"],
+    "sliding_window": [None, 6, (5, None), (2, 9)],
+    "heads": [(4, 2), (3, 3), (2, 1)],
+    "dims": [(32, 32), (24, 40), (80, 16)],
+    "ids": [None, "sorted", "mixed"],
+    "softmax_scale": [None, 0.5],
+    "dtype": ["float32", "bfloat16", "float16"],
+}
+_ARRAYS = {
+    **_COMMON,
+    "platform": ["xla", "reference"],
+    "lengths": [(24, 24), (21, 37), (4, 3)],
+    "bias": [None, normal("b", "h", "q", "k"), normal("h", 1, "k"), normal("b", 1, "q", 1)],
+    "attention_mask": [None, coin("b", 1, "q", "k"), coin("b", 1, 1, "k"), coin("b", "h", "q", 1)],
+    "ids": [None, "sorted", "packed"],
+    "normalize_output": [None, False],
+}
+
+
+def _pair(number, *, platform, lengths, ids=None, heads=(4, 2), dims=(16, 16), dtype="float32", **make):
+    """A row of pairs as a case, and who is to serve it."""
+    make = {name: x for name, x in make.items() if x is not None}
+    if "dropout_prob" in make:
+        make["dropout_seed"] = 11
+    if ids == "packed":
+        make |= {"cum_seqlens_q": _ends("q_len"), "cum_seqlens_k": _ends("kv_len")}
+    elif ids is not None:
+        make |= {"q_segment_ids": segments("q", order=ids), "kv_segment_ids": segments("kv", order=ids)}
+    # TPUs have no float16.
+    dtype = "bfloat16" if platform == "pallas" and dtype == "float16" else dtype
+    tolerance = 1e-4 if "normalize_output" in make else None
+    shape = {"q_len": lengths[0], "kv_len": lengths[1], "heads": heads[0], "kv_heads": heads[1]}
+    case = Case(
+        f"pairs {number}", **shape, head_dim=dims[0], value_dim=dims[1], dtype=dtype, make=make, tolerance=tolerance
+    )
+    return platform, case
+
+
+def _ends(side):
+    """Three sequences and what belongs to none, or as many as there is room for."""
+    return lambda rng, case: jnp.asarray([0, *(min(n, getattr(case, side)) for n in (2, 9, 20))], jnp.int32)
+
+
+PAIRS = [_pair(n, **row) for n, row in enumerate([*pairwise(_KERNELS), *pairwise(_ARRAYS)])]
+
 _wide = partial(Case, batch=2, q_len=320, kv_len=320, heads=4, kv_heads=2, head_dim=128, dtype="bfloat16")
 GPU_CASES = [
     _wide("wide plain"),
@@ -165,6 +249,10 @@ GPU_CASES = [
 """For real GPUs: 16-bit arguments, tiles of usual sizes. Products of float32 are rounded there by default."""
 
 
+def cotangent(shape):
+    return np.random.default_rng(99).normal(size=shape)
+
+
 def attend(fn, args, kwargs):
     """Output and gradients of `fn(*args, **kwargs)`, for a cotangent that is the same for every implementation."""
     given = [i for i, x in enumerate(args) if x is not None]
@@ -174,7 +262,7 @@ def attend(fn, args, kwargs):
         for i, x in zip(given, arrays, strict=True):
             merged[i] = x
         out = fn(*merged, **kwargs)
-        weights = np.random.default_rng(99).normal(size=out.shape)
+        weights = cotangent(out.shape)
         return (out.astype(weights.dtype if out.dtype == jnp.float64 else jnp.float32) * weights).sum(), out
 
     # The small programs of a test run once: compiling them well would take longer than running them.
@@ -186,15 +274,8 @@ def attend(fn, args, kwargs):
 
 
 def truth(args, kwargs):
-    """What the reference says in float64, rounded to what it is compared with only by the comparison."""
-    with jax.enable_x64(True):
-        wide = [None if x is None else jnp.asarray(np.asarray(x, np.float64)) for x in args]
-        return jax.tree.map(np.asarray, attend(_reference, wide, kwargs))
-
-
-def _reference(*args, **kwargs):
-    qkv, extras, rules = canonical(*args, **{"logits_dtype": "float64", **kwargs})
-    return reference.attention(*qkv, extras, rules)
+    """What NumPy says in float64, rounded to what it is compared with only by the comparison."""
+    return oracle.attend(args, kwargs, cotangent)
 
 
 def assert_close(got, want, limit, where=""):
