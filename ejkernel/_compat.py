@@ -48,6 +48,39 @@ def without_consts(jaxpr: Any) -> tuple[list[Any], Any]:
     return jaxpr.consts, _pe.close_jaxpr(_pe.convert_constvars_jaxpr(jaxpr.jaxpr))
 
 
+def partial_eval_as_jit(fn: Any, avals: Sequence[Any], saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
+    """What `jax.checkpoint` makes of an equation that stands for the jitted `fn`."""
+    (jit,) = jax.make_jaxpr(fn)(*avals).eqns
+    # Not its own effects and places: those of the equation.
+    as_jit = eqn.replace(primitive=jit.primitive, params=jit.params)
+    return _pe.partial_eval_jaxpr_custom_rules[jit.primitive](saveable, unknown, instantiated, as_jit)
+
+
+def def_partial_eval(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Has `jax.checkpoint` ask `rule(saveable, unknown, instantiated, eqn)` which parts of an equation are kept."""
+    _pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def def_checkify(primitive: Any, jaxpr_of: Callable[..., Any]) -> None:
+    """Has `checkify` look at the equations that `jaxpr_of(*values, **params)` says a primitive stands for."""
+    from jax._src import checkify
+
+    def rule(error: Any, enabled: Any, /, *values: Any, **params: Any) -> Any:
+        return checkify.checkify_jaxpr(jaxpr_of(*values, **params), enabled, error, *values)
+
+    checkify.error_checks[primitive] = rule
+
+
+def def_jet(primitive: Any, fn: Callable[..., Any]) -> None:
+    """Has `jax.experimental.jet` take a primitive for `fn(*values, **params)`."""
+    from jax.experimental import jet
+
+    def rule(primals: Any, series: Any, /, **params: Any) -> Any:
+        return jet.jet(lambda *values: fn(*values, **params), primals, series)
+
+    jet.jet_rules[primitive] = rule
+
+
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 """`jax.jit(..., inline=INLINE)` leaves only its equations where it is called while tracing."""
 
@@ -81,9 +114,20 @@ trace_state = _core.trace_state_strong_ref
 EAGER = _core.eval_trace
 
 
-def is_differentiating() -> bool:
-    """Whether the innermost transformation around the code that runs is a derivative."""
-    return type(trace_state.value) in (_ad.LinearizeTrace, _ad.JVPTrace)
+def is_transforming() -> bool:
+    """Whether the innermost transformation around the code that runs is a derivative or `jax.vmap`."""
+    return type(trace_state.value) in (_ad.LinearizeTrace, _ad.JVPTrace, _batching.BatchTrace)
+
+
+def differentiates_batch(values: Sequence[Any]) -> bool:
+    """Whether values show a derivative that is taken inside of `jax.vmap`."""
+    derivatives, batches = [-1], []
+    for x in values:
+        while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer)):
+            is_batched = isinstance(x, _batching.BatchTracer)
+            (batches if is_batched else derivatives).append(_depth(x._trace))
+            x = x.val if is_batched else x.primal
+    return bool(batches) and max(derivatives) > min(batches)
 
 
 def shows_batch(x: Any) -> bool:

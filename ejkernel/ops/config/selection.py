@@ -267,13 +267,6 @@ class ConfigSelectorChain:
         joint = self._joint(policy)
         return joint is None or joint.known(inv, kernel, policy) is None
 
-    def holds(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
-        """Whether `inv` would get more than a guess, or an error, or all processes must be asked."""
-        policy = effective_policy(self)
-        if policy.autotune != "off" or self._joint(policy) is not None:
-            return True
-        return any(tier.cfg is not None for tier in self._all_stored(inv, kernel, policy))
-
     def _all_stored(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
     ) -> Iterator[Tier]:

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from ejkernel import _compat
+from ejkernel.ops.utils import arguments
 
 Flat = Callable[..., Sequence[Any]]
 """A function of arrays that returns arrays."""
@@ -38,10 +39,8 @@ _call = _compat.Primitive("ejkernel_call")
 _call.multiple_results = True
 
 
-def bind(
-    fn: Flat, batching: Batching, operands: Sequence[Any], name: str, error: Exception | None = None
-) -> Sequence[Any]:
-    """`fn(*operands)` as one operation; `error` is raised if it comes to be run or differentiated unbatched."""
+def bind(fn: Flat, batching: Batching, operands: Sequence[Any], name: str) -> Sequence[Any]:
+    """`fn(*operands)` as one operation."""
     # Effects have an order and references an identity, which JAX keeps for equations of its own only.
     if any(map(_compat.is_ref, operands)):
         return fn(*operands)
@@ -52,7 +51,7 @@ def bind(
     # Traced values that the kernel closes over end with their trace; afterwards only the equations know them.
     params = {"jaxpr": closed, "consts": len(consts), "fixed": any(isinstance(x, Tracer) for x in consts)}
     params |= {"batching": batching, "name": re.sub(r"\W", "_", name)}
-    return _call.bind(*consts, *operands, **params, error=error)
+    return _call.bind(*consts, *operands, **params)
 
 
 def _jitted(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
@@ -72,9 +71,7 @@ def _jitted(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
 _functions: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def _run(*operands: Any, jaxpr: Any, name: str, error: Exception | None, **_: Any) -> list[Any]:
-    if error is not None:
-        raise error
+def _run(*operands: Any, jaxpr: Any, name: str, **_: Any) -> list[Any]:
     return _jitted(jaxpr, name)(*operands)
 
 
@@ -132,9 +129,50 @@ def _batch(
     return outs, (0,) * len(outs)
 
 
+def _partial_eval(saveable: Any, unknown: list[bool], instantiated: list[bool], eqn: Any) -> Any:
+    """What `jax.checkpoint` keeps of the equations, as its policy says; the operation stays whole if it can."""
+    jaxpr, name = eqn.params["jaxpr"], eqn.params["name"]
+    split = _compat.partial_eval_as_jit(_jitted(jaxpr, name), jaxpr.in_avals, saveable, unknown, instantiated, eqn)
+    *_, unknown_out, instantiated_out, residuals = split
+    kept = [x for x in residuals if not any(x is given for given in eqn.invars)]
+    if kept or any(unknown_out) or len(set(instantiated_out)) != 1:
+        return split
+    again = instantiated_out[0]
+    return eqn, eqn if again else None, unknown_out, instantiated_out, residuals if again else []
+
+
 _call.def_impl(_run)
 _call.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
 mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_call] = _jvp
 ad.primitive_transposes[_call] = _transpose
 batching.fancy_primitive_batchers[_call] = _batch
+_compat.def_partial_eval(_call, _partial_eval)
+_compat.def_checkify(_call, lambda *_, jaxpr, **__: jaxpr)
+_compat.def_jet(_call, _run)
+
+
+# --- Configs that are missing ---
+
+_demand = jex_core.Primitive("ejkernel_demand")
+
+
+def demanded(tree: Any, error: Exception) -> Any:
+    """`tree`, whose arrays raise `error` where a program that needs them is compiled or run.
+
+    What is dead is not demanded, nor what a batching rule replaces.
+    """
+    is_real = lambda x: arguments.is_array(x) and x.dtype != jax.dtypes.float0
+    return jax.tree.map(lambda x: _demand.bind(x, miss=error) if is_real(x) else x, tree)
+
+
+def _missing(*_: Any, miss: Exception) -> Any:
+    raise miss.with_traceback(None)
+
+
+_demand.def_impl(_missing)
+_demand.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_demand, _missing)
+ad.deflinear2(_demand, lambda ct, _, *, miss: [_demand.bind(ct, miss=miss)])
+batching.defvectorized(_demand)
+_compat.def_jet(_demand, _missing)

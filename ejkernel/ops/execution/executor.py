@@ -23,7 +23,16 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, KernelDefinitionError, has_own_gradient, tracing
+from ejkernel.ops.core.batched import Batch
+from ejkernel.ops.core.kernel import (
+    PROGRAMS,
+    Invocation,
+    Kernel,
+    KernelDefinitionError,
+    has_own_gradient,
+    runs_as_operation,
+    tracing,
+)
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.pipeline import (
     Args,
@@ -138,11 +147,6 @@ class Executor:
         """
         if kwargs and not _SHARDING.isdisjoint(kwargs) and _asks_to_shard(kernel, kwargs):
             return self._sharded(kernel, cfg, args, kwargs)
-        if _trace_state.value is not _EAGER and self._differentiates_batch(kernel, cfg, args, kwargs):
-            # Once it is differentiated it is too late to choose for the batch, and a jitted call would hide it.
-            # Unless `prepare` leaves out what is batched: then data is wanted, and there is a way to ask for it below.
-            with contextlib.suppress(InputsWanted):
-                return self._run_here(kernel, cfg, args, kwargs)
         try:
             # By attribute, not by PROGRAMS in __dict__: it is the one line that every call pays for.
             program = kernel._ejkernel_programs[self._key]()[cfg]
@@ -151,6 +155,9 @@ class Executor:
         if program.cfg is not cfg:
             # Equal is not enough: C(1) == C(1.0).
             program = self._program(kernel, cfg)
+        if _trace_state.value is not _EAGER and (batches := _differentiated_batches(kernel, args, kwargs)):
+            # Inside of a jitted call they cannot be seen, and once it is differentiated it is too late to choose.
+            program = self._program(kernel, cfg, batches)
         try:
             return program.call(*args, **kwargs)
         except InputsWanted:
@@ -161,7 +168,8 @@ class Executor:
             except InputsWanted:
                 pass
         if _shows_batch(args, kwargs):
-            # Measured is the batch; what a single call would get is of no interest.
+            # Measured is the batch; what a single call would get is of no interest. Unless `prepare` leaves out what is
+            # batched: then data is wanted, and there is a way to ask for it below.
             with contextlib.suppress(InputsWanted):
                 return self._run_here(kernel, cfg, args, kwargs)
         return self._pipeline.with_inputs(known(kernel, args, kwargs), lambda: _call(program, args, kwargs))
@@ -276,26 +284,28 @@ class Executor:
 
     # --- Programs ---
 
-    def _program(self, kernel: Kernel[Any, Any], cfg: Any) -> Program:
+    def _program(self, kernel: Kernel[Any, Any], cfg: Any, batches: tuple[Batch, ...] = ()) -> Program:
         if not isinstance(kernel, Kernel):
             raise KernelDefinitionError(f"Executor: expected a Kernel instance, got {kernel!r}.")
         table = self._table(kernel)
-        key = (None, identity(cfg))
+        key = (batches, identity(cfg))
         program = table.get(key)
         if program is None:
             before = partial(_record_data, _holder(kernel)) if kernel.record_integers else None
-            trace = self._runner(kernel, table, cfg)
+            trace = self._runner(kernel, table, cfg, batches)
             program = bounded(table, key, Program(kernel, trace, cfg=cfg, before=before))
-        if is_frozen(cfg):
+        if is_frozen(cfg) and not batches:
             table[cfg] = program
             program.cfg = cfg
         return program
 
-    def _runner(self, kernel: Kernel[Any, Any], table: _Table, cfg: Any) -> Callable[[Args, Kwargs], Any]:
-        """What traces a call of `kernel` with `cfg`."""
+    def _runner(
+        self, kernel: Kernel[Any, Any], table: _Table, cfg: Any, batches: tuple[Batch, ...] = ()
+    ) -> Callable[[Args, Kwargs], Any]:
+        """What traces a call of `kernel` with `cfg`, for one example of `batches` if there are any."""
         # A copy of what could change: the program belongs to the config as it was given.
         fixed_cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)
-        return partial(self._trace, kernel.state(), _holder(kernel), weakref.ref(table), fixed_cfg)
+        return partial(self._trace, kernel.state(), _holder(kernel), weakref.ref(table), fixed_cfg, batches)
 
     def _table(self, kernel: Kernel[Any, Any]) -> _Table:
         """Where the programs of a kernel are; interchangeable instances share it."""
@@ -319,7 +329,14 @@ class Executor:
         return table
 
     def _trace(
-        self, state: Any, holder: Callable[[], Any], table: Callable[[], Any], cfg: Any, args: Args, kwargs: Kwargs
+        self,
+        state: Any,
+        holder: Callable[[], Any],
+        table: Callable[[], Any],
+        cfg: Any,
+        batches: tuple[Batch, ...],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Traces with an instance that is still what it was when its program was made."""
         kernel, programs = holder(), table()
@@ -330,17 +347,14 @@ class Executor:
             # Equations hold the kernel for their gradient, and its programs hold them: of a copy, so that the kernel
             # itself, and with it its programs, goes when nobody else has it.
             kernel = copy.copy(kernel)
-        return self._run_here(kernel, cfg, args, kwargs)
+        return self._run_here(kernel, cfg, args, kwargs, batches)
 
-    def _differentiates_batch(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> bool:
-        if not (_compat.is_differentiating() and _shows_batch(args, kwargs)):
-            return False
-        return self._pipeline.batch_matters(Fixed(kernel, cfg), args, kwargs)
-
-    def _run_here(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _run_here(
+        self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs, batches: tuple[Batch, ...] = ()
+    ) -> Any:
         outer, tracing.active = tracing.active, True
         try:
-            return self._pipeline.run(Fixed(kernel, cfg), args, kwargs)
+            return self._pipeline.run(Fixed(kernel, cfg), args, kwargs, batches)
         finally:
             tracing.active = outer
 
@@ -371,6 +385,16 @@ def _refuse_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs, what: str) -> Non
 
 def _shows_batch(args: Args, kwargs: Kwargs) -> bool:
     return any(map(_compat.shows_batch, jax.tree.leaves((args, kwargs))))
+
+
+def _differentiated_batches(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Batch, ...]:
+    """The batches around a call, innermost first, if inside of one of them it is differentiated."""
+    if not _compat.is_transforming():
+        return ()
+    arrays, _ = arguments.split((args, kwargs))
+    if not (_compat.differentiates_batch(arrays) and runs_as_operation(kernel)):
+        return ()
+    return tuple(Batch(axis, tuple(dims)) for axis, dims in _compat.visible_batches(arrays)[0])
 
 
 def _holder(kernel: Kernel[Any, Any]) -> Callable[[], Any]:

@@ -18,7 +18,7 @@ from ejkernel import _compat
 from ejkernel.ops.config.context import same_cfg
 from ejkernel.ops.core import autodiff, call, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.batched import Batch, BatchedKernel, native, stacked
+from ejkernel.ops.core.batched import Batch, BatchedKernel, native
 from ejkernel.ops.core.call import Flat
 from ejkernel.ops.core.kernel import (
     Invocation,
@@ -59,7 +59,7 @@ class Part:
 
     def bind(self, operands: Sequence[Any], attempt: Attempt) -> Sequence[Any]:
         """The part as one operation, with `attempt` for as long as no batch says otherwise."""
-        return call.bind(self._mapped(attempt), self, operands, self.name, attempt.error)
+        return call.bind(self._mapped(attempt), self, operands, self.name)
 
     def seen(self, operands: Sequence[Any]) -> Attempt | None:
         """The attempt for the batches that operands show; None if they show none."""
@@ -162,8 +162,8 @@ class WholeCall:
     def _bound(self, part: Part, operands: Sequence[Any], attempt: Attempt) -> Sequence[Any]:
         if runs_as_operation(self.fixed.kernel):
             return part.bind(operands, attempt)
-        if attempt.error is not None:
-            raise attempt.error
+        if attempt.error is not None and _compat.trace_state.value is _compat.EAGER:
+            raise attempt.error  # Before anything runs.
         return part.make(attempt)(*operands)
 
     def _choose(self, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
@@ -244,7 +244,8 @@ class WholeCall:
         attempt = self.pipeline.batched_attempt(self.fixed, self.inv, batches)
         if same_cfg(attempt.cfg, first.cfg) or self._residual_types(attempt) == self._residual_types(first):
             return attempt
-        return first._replace(batch=attempt.batch)
+        # What was asked for is the batch's config, and if there is one, nothing is missing.
+        return first._replace(batch=attempt.batch, error=attempt.error)
 
     def _residual_types(self, attempt: Attempt) -> Any:
         pair = residual_pair(self.fixed.kernel, attempt)
@@ -280,7 +281,8 @@ class WholeCall:
 
         part = Part(f"{self.fixed.kernel.op_id}.bwd", make, partial(self._backward_choice, forward), len(first))
         operands = [*first, *arrays]
-        if (attempt := part.seen(operands)) is not None:
+        attempt = part.seen(operands) if forward.batch is None else self._backward_of_batch(forward)
+        if attempt is not None:
             part = replace(part, pinned=attempt)
         else:
             attempt = self.pipeline.backward_attempt(self.fixed, forward)
@@ -291,12 +293,16 @@ class WholeCall:
         batches = [batch for batch in batches if any(d is not None for d in batch.dims)]
         if not batches:
             return self.pipeline.backward_attempt(self.fixed, forward)
-        chosen = self._agreeing(forward, batches, None)
+        return self._backward_of_batch(self._agreeing(forward, batches, None))
+
+    def _backward_of_batch(self, forward: Attempt) -> Attempt:
+        """The backward of a forward that was chosen for a batch."""
         if BackwardKernel.of(self.fixed.kernel) is None:
-            return chosen
-        fixed = self.fixed._replace(kernel=stacked(self.fixed.kernel, batches))
-        assert chosen.batch is not None
-        attempt = self.pipeline.backward_attempt(fixed, chosen._replace(inv=chosen.batch, batch=None))
+            return forward
+        assert forward.batch is not None
+        assert forward.batch.kernel is not None
+        fixed = self.fixed._replace(kernel=forward.batch.kernel)
+        attempt = self.pipeline.backward_attempt(fixed, forward._replace(inv=forward.batch, batch=None))
         return attempt._replace(batch=attempt.inv)
 
     def _gradients(self, attempt: Attempt, saved: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -19,6 +19,7 @@ from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel
+from ejkernel.ops.core.call import demanded
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import abstractify
@@ -60,7 +61,7 @@ class Attempt(NamedTuple):
     batch: Invocation[Any, Any] | None = None
     """The batch of calls that it was chosen for."""
     error: Exception | None = None
-    """Why it may not run unbatched, if it may not."""
+    """Why it may not run, if it may not: it may yet turn out to be one of a batch, or dead."""
 
 
 class Pipeline:
@@ -71,8 +72,8 @@ class Pipeline:
         self.stamp_prefix = stamp_prefix
         self._local = threading.local()
 
-    def run(self, fixed: Fixed, args: Args, kwargs: Kwargs) -> Any:
-        """Runs a call on what are usually tracers.
+    def run(self, fixed: Fixed, args: Args, kwargs: Kwargs, batches: Sequence[Batch] = ()) -> Any:
+        """Runs a call on what are usually tracers, for one example of `batches` if there are any.
 
         Raises:
           InputsWanted: The chooser will measure; call again inside `with_inputs`.
@@ -81,13 +82,15 @@ class Pipeline:
         from ejkernel.ops.execution.parts import WholeCall
 
         kernel = fixed.kernel
+        batches = _batches_after_prepare(kernel, batches, args, kwargs) if batches else ()
         args, kwargs = prepared(kernel, args, kwargs)
         inv = replace(invocation(kernel, args, kwargs), override_cfg=fixed.cfg)
         arrays, statics = arguments.split((args, kwargs))
         call = WholeCall(self, fixed, inv, statics)
         reasons: dict[str, str] = {}
         last = None
-        if (attempt := call.seen(arrays)) is not None:
+        attempt = self.batched_attempt(fixed, inv, batches, ask=True) if batches else call.seen(arrays)
+        if attempt is not None:
             try:
                 return call.run(attempt, arrays)
             except NotImplementedError as error:
@@ -168,11 +171,26 @@ class Pipeline:
         return (Attempt(here, platform, run, cfg),)
 
     def batched_attempt(
-        self, fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch], data: Sequence[Any] | None = None
+        self,
+        fixed: Fixed,
+        inv: Invocation[Any, Any],
+        batches: Sequence[Batch],
+        data: Sequence[Any] | None = None,
+        *,
+        ask: bool = False,
     ) -> Attempt:
-        """The first implementation that may serve a batch of calls like `inv`, with the config chosen for the batch."""
-        kernel, whole = _whole(fixed, inv, batches)
+        """The first implementation that may serve a batch of calls like `inv`, with the config chosen for the batch.
+
+        Raises:
+          InputsWanted: The chooser will measure, and the caller said to `ask` for the batch's data then.
+        """
+        kernel, whole = fixed.kernel, replace(inv, override_cfg=fixed.cfg, platform=None)
+        for batch in batches:
+            kernel = BatchedKernel(kernel, batch)
+            whole = kernel.invocation(whole)
         registry.note_traced(kernel, whole)
+        if ask and self.needs_inputs(whole):
+            raise InputsWanted
         choose = self.chooser.choose if data is None else partial(self._choose_on, data)
         reasons: dict[str, str] = {}
         for attempt in self.attempts(whole, reasons, choose):
@@ -181,29 +199,18 @@ class Pipeline:
             return Attempt(here, attempt.platform, run, attempt.cfg, attempt.inv, attempt.error)
         raise dispatch.UnsupportedCallError(whole, reasons)
 
-    def batch_matters(self, fixed: Fixed, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a batch that the arguments show may get more than its single calls do.
-
-        If not, a jitted call is as good, and compiled once.
-        """
-        kernel, holds = fixed.kernel, getattr(self.chooser, "holds", None)
-        if kernel.leading_batch or any(name.startswith("run_batched") for name in dir(kernel)):
-            return True
-        if fixed.cfg is not None or holds is None:
-            return fixed.cfg is None
-        args, kwargs = prepared(kernel, args, kwargs)
-        axes, _ = _compat.visible_batches(arguments.split((args, kwargs))[0])
-        batches = [Batch(axis, tuple(dims)) for axis, dims in axes]
-        return bool(batches) and holds(*reversed(_whole(fixed, invocation(kernel, args, kwargs), batches)))
-
     def _choose_on(self, data: Sequence[Any], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         args, kwargs = arguments.merge(data, arguments.split((inv.args, dict(inv.kwargs)))[1])
         return self.chooser.choose(replace(inv, args=args, kwargs=kwargs), kernel)
 
     def labelled(self, attempt: Attempt, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a method with the attempt's config, under its label."""
+        """Runs a method with the attempt's config, under its label.
+
+        What is demanded is what is labelled: so `autotune_lowered` finds in a program all that it will ask for.
+        """
         with label_scope(attempt.batch or attempt.inv, self.stamp_prefix, attempt.cfg):
-            return method(*args, cfg=attempt.cfg, **kwargs)
+            out = method(*args, cfg=attempt.cfg, **kwargs)
+            return out if attempt.error is None else demanded(out, attempt.error)
 
     def backward_attempt(
         self, fixed: Fixed, forward: Attempt, data: Callable[[], tuple[Args, Kwargs]] | None = None
@@ -228,17 +235,6 @@ class Pipeline:
             cfg, error = chosen_or_guess(self.chooser.choose, shown, backward)
         platform = dispatch.forced_platform(fixed.kernel, cfg) or forward.platform
         return Attempt(inv, platform, forward.run, cfg, error=error)
-
-
-def _whole(
-    fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch]
-) -> tuple[Kernel[Any, Any], Invocation[Any, Any]]:
-    """The kernel under `batches`, innermost first, and the batch of calls like `inv`."""
-    kernel, whole = fixed.kernel, replace(inv, override_cfg=fixed.cfg, platform=None)
-    for batch in batches:
-        kernel = BatchedKernel(kernel, batch)
-        whole = kernel.invocation(whole)
-    return kernel, whole
 
 
 def chosen_or_guess(
@@ -294,6 +290,24 @@ def prepared(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args
             f"{kernel.op_id}: prepare must return (args, kwargs), a sequence and a dict, got {type(result).__name__}."
         )
     return tuple(result[0]), result[1]
+
+
+def _batches_after_prepare(
+    kernel: Kernel[Any, Any], batches: Sequence[Batch], args: Args, kwargs: Kwargs
+) -> list[Batch]:
+    """The batches of the arguments of a call, innermost first, as they are of what `kernel.prepare` makes of them."""
+    arrays, statics = arguments.split((args, kwargs))
+    found: list[Batch] = []
+
+    def trace(*arrays: Any) -> tuple[()]:
+        made = arguments.split(prepared(kernel, *arguments.merge(arrays, statics)))[0]
+        found.extend(Batch(axis, tuple(dims)) for axis, dims in _compat.visible_batches(made)[0])
+        return ()
+
+    for batch in batches:
+        trace, arrays = batch.vmap(trace), batch.whole(arrays)
+    jax.eval_shape(trace, *arrays)
+    return found
 
 
 def known(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
