@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,37 +49,43 @@ def without_consts(jaxpr: Any) -> tuple[list[Any], Any]:
     return jaxpr.consts, _pe.close_jaxpr(_pe.convert_constvars_jaxpr(jaxpr.jaxpr))
 
 
-def partial_eval_as_jit(fn: Any, avals: Sequence[Any], saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
-    """What `jax.checkpoint` makes of an equation that stands for the jitted `fn`."""
-    (jit,) = jax.make_jaxpr(fn)(*avals).eqns
-    # Not its own effects and places: those of the equation.
-    as_jit = eqn.replace(primitive=jit.primitive, params=jit.params)
-    return _pe.partial_eval_jaxpr_custom_rules[jit.primitive](saveable, unknown, instantiated, as_jit)
+def def_as_jit(primitive: Any, fn: Callable[..., Any]) -> None:
+    """Has `jax.checkpoint`, `checkify` and `jet` take a primitive for the jitted function that `fn(**params)` gives.
 
-
-def def_partial_eval(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Has `jax.checkpoint` ask `rule(saveable, unknown, instantiated, eqn)` which parts of an equation are kept."""
-    _pe.partial_eval_jaxpr_custom_rules[primitive] = rule
-
-
-def def_checkify(primitive: Any, jaxpr_of: Callable[..., Any]) -> None:
-    """Has `checkify` look at the equations that `jaxpr_of(*values, **params)` says a primitive stands for."""
+    `jax.checkpoint` leaves its equation whole if nothing inside of it is to be saved.
+    """
     from jax._src import checkify
-
-    def rule(error: Any, enabled: Any, /, *values: Any, **params: Any) -> Any:
-        return checkify.checkify_jaxpr(jaxpr_of(*values, **params), enabled, error, *values)
-
-    checkify.error_checks[primitive] = rule
-
-
-def def_jet(primitive: Any, fn: Callable[..., Any]) -> None:
-    """Has `jax.experimental.jet` take a primitive for `fn(*values, **params)`."""
     from jax.experimental import jet
 
-    def rule(primals: Any, series: Any, /, **params: Any) -> Any:
-        return jet.jet(lambda *values: fn(*values, **params), primals, series)
+    def as_jit(avals: Sequence[Any], params: dict[str, Any]) -> Any:
+        (eqn,) = jax.make_jaxpr(fn(**params))(*avals).eqns
+        return eqn
 
-    jet.jet_rules[primitive] = rule
+    def partial_eval(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
+        jit = as_jit([x.aval for x in eqn.invars], eqn.params)
+        rule = _pe.partial_eval_jaxpr_custom_rules[jit.primitive]
+        split = rule(saveable, unknown, instantiated, eqn.replace(primitive=jit.primitive, params=jit.params))
+        *_, unknown_out, instantiated_out, residuals = split
+        saved = [x for x in residuals if not any(x is given for given in eqn.invars)]
+        if saved or any(unknown_out) or len(set(instantiated_out)) != 1:
+            return split
+        again = instantiated_out[0]
+        return eqn, eqn if again else None, unknown_out, instantiated_out, residuals if again else []
+
+    # Before the values come an error and what is checked for; since 0.12 also a context.
+    first = list(inspect.signature(checkify.default_checkify_rule).parameters).index("invals") - 1
+
+    def check(*given: Any, **params: Any) -> Any:
+        jit = as_jit(list(map(_core.typeof, given[first:])), params)
+        return checkify.error_checks[jit.primitive](*given, **jit.params)
+
+    def taylor(primals: Any, series: Any, /, **params: Any) -> Any:
+        jit = as_jit(list(map(_core.typeof, primals)), params)
+        return jet.jet_rules[jit.primitive](primals, series, **jit.params)
+
+    _pe.partial_eval_jaxpr_custom_rules[primitive] = partial_eval
+    checkify.error_checks[primitive] = check
+    jet.jet_rules[primitive] = taylor
 
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]

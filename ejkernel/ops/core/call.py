@@ -129,27 +129,13 @@ def _batch(
     return outs, (0,) * len(outs)
 
 
-def _partial_eval(saveable: Any, unknown: list[bool], instantiated: list[bool], eqn: Any) -> Any:
-    """What `jax.checkpoint` keeps of the equations, as its policy says; the operation stays whole if it can."""
-    jaxpr, name = eqn.params["jaxpr"], eqn.params["name"]
-    split = _compat.partial_eval_as_jit(_jitted(jaxpr, name), jaxpr.in_avals, saveable, unknown, instantiated, eqn)
-    *_, unknown_out, instantiated_out, residuals = split
-    kept = [x for x in residuals if not any(x is given for given in eqn.invars)]
-    if kept or any(unknown_out) or len(set(instantiated_out)) != 1:
-        return split
-    again = instantiated_out[0]
-    return eqn, eqn if again else None, unknown_out, instantiated_out, residuals if again else []
-
-
 _call.def_impl(_run)
 _call.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
 mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_call] = _jvp
 ad.primitive_transposes[_call] = _transpose
 batching.fancy_primitive_batchers[_call] = _batch
-_compat.def_partial_eval(_call, _partial_eval)
-_compat.def_checkify(_call, lambda *_, jaxpr, **__: jaxpr)
-_compat.def_jet(_call, _run)
+_compat.def_as_jit(_call, lambda *, jaxpr, name, **_: _jitted(jaxpr, name))
 
 
 # --- Configs that are missing ---
@@ -175,4 +161,3 @@ _demand.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_demand, _missing)
 ad.deflinear2(_demand, lambda ct, _, *, miss: [_demand.bind(ct, miss=miss)])
 batching.defvectorized(_demand)
-_compat.def_jet(_demand, _missing)
