@@ -34,6 +34,11 @@ def zeros_of(aval: Any) -> jax.Array:
     return _ad_util.zeros_like_aval(aval)
 
 
+def is_symbolic(x: Any) -> bool:
+    """Whether an array has dimensions that are not known, as in `jax.export` of symbolic shapes."""
+    return not _core.is_constant_shape(x.shape)
+
+
 def is_ref(x: Any) -> bool:
     """Whether `x` is a `jax.Ref`, or stands for one while tracing."""
     return hasattr(_core.typeof(x), "inner_aval")

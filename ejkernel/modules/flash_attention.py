@@ -40,8 +40,9 @@ Platform = Literal["triton", "mosaic", "cudnn", "pallas", "xla"]
 class FlashAttentionConfig:
     """How a call is run: by which implementation, in which tiles.
 
-    The forward and the backward are chosen apart. A config that is tuned for one has no parameters for the other; one
-    that is given explicitly (`cfg=`) counts for both.
+    The forward and the backward are chosen apart. A config that is tuned for one has no parameters for the other. One
+    with `bwd_params` that a forward runs with, as when it is given explicitly (`cfg=`), counts for both: nothing is
+    looked up or measured for the backward.
     """
 
     fwd_params: FwdParams | MosaicFwdConfig | None = None
@@ -54,15 +55,6 @@ class Saved(NamedTuple):
 
     sums: masks.LogSum
     """Natural logarithms, [batch, heads, q], float32; float64 for float64 arguments."""
-    explicit: Any = None
-    """`_Explicit`, if the caller gave parameters for the backward."""
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Explicit:
-    platform: str
-    params: Any
 
 
 class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
@@ -150,6 +142,10 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         found = {on: spaces.few(on, platforms, spaces.backward_space(on, inv)) for on in platforms}
         return [FlashAttentionConfig(bwd_params=p, platform=on) for on in platforms for p in found[on]]
 
+    def cfg_vjp(self, cfg: FlashAttentionConfig) -> FlashAttentionConfig | None:
+        """The backward's part of a config that has one."""
+        return None if cfg.bwd_params is None else FlashAttentionConfig(None, cfg.bwd_params, cfg.platform)
+
     def _serving(self, inv: Invocation[Any, Any], *, backward: bool) -> list[Platform]:
         """Implementations that can serve a call, the most promising first."""
         asked = inv.kwargs.get("platform")
@@ -228,7 +224,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         extras, rules = _extras(args, kwargs), kwargs["rules"]
         params = _checked(platform, "fwd_params", cfg.fwd_params, (FwdParams, MosaicFwdConfig))
         out, sums = self._module(platform).forward(*args[:3], extras, rules, params, **self._options(platform))
-        return out, Saved(sums, _explicit(platform, cfg))
+        return out, Saved(sums)
 
     def _backward(
         self,
@@ -242,10 +238,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     ) -> tuple[Any, ...]:
         rules: Rules = kwargs["rules"]
         extras, module, options = _extras(args, kwargs), self._module(platform), self._options(platform)
-        explicit, (lse, rest), params = saved.explicit, saved.sums, cfg.bwd_params
-        if explicit is not None and explicit.platform == platform:
-            params = explicit.params
-        params = _checked(platform, "bwd_params", params, (BwdParams, MosaicBwdConfig))
+        lse, rest = saved.sums
+        params = _checked(platform, "bwd_params", cfg.bwd_params, (BwdParams, MosaicBwdConfig))
         delta = masks.row_products(out, dout, lse.dtype) if rules.normalize else jnp.zeros_like(lse)
         aux = extras.softmax_aux
         dsinks = None if aux is None else masks.sinks_gradient(saved.sums, delta, aux)
@@ -338,10 +332,6 @@ def _checked(platform: str, name: str, params: Any, kinds: tuple[type, type]) ->
             f"cfg.{name} must be {kind.__name__} for platform {platform!r}, got {type(params).__name__}."
         )
     return params
-
-
-def _explicit(platform: str, cfg: FlashAttentionConfig) -> _Explicit | None:
-    return None if cfg.bwd_params is None else _Explicit(platform, cfg.bwd_params)
 
 
 # --- Data for tuning ---

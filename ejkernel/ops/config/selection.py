@@ -20,6 +20,7 @@ from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import current_device, qualified_name
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.persistent import PersistentCache
 
 logger = logging.getLogger(__name__)
+
+
+class SymbolicCallWarning(UserWarning):
+    """A call was to be tuned whose dimensions are not known."""
 
 
 class ConfigNotFoundError(EjkernelError, LookupError):
@@ -248,9 +253,9 @@ class ConfigSelectorChain:
         """Like `select`, but asks every tier and never tunes or raises on a miss."""
         policy = effective_policy(self)
         tiers = [*self._local(inv, kernel), *self._agreed(inv, kernel, policy), *self.stored(inv, kernel, policy)]
-        if policy.autotune == "on":
+        if policy.autotune == "on" and not inv.is_symbolic:
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
-        elif policy.autotune != "frozen":
+        elif policy.autotune != "frozen" and not inv.is_symbolic:
             tiers.append(self._transferred(inv, kernel, policy, now=False))
         guess = Tier("heuristic", heuristic(inv, kernel))
         if policy.autotune == "frozen" and all(tier.cfg is None for tier in tiers):
@@ -262,7 +267,9 @@ class ConfigSelectorChain:
     def needs_inputs(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
         """Whether choosing would measure, and so wants the call's own data."""
         policy = effective_policy(self)
-        if policy.autotune != "on" or any(t.cfg is not None for t in self._all_stored(inv, kernel, policy)):
+        if policy.autotune != "on" or inv.is_symbolic:
+            return False
+        if any(t.cfg is not None for t in self._all_stored(inv, kernel, policy)):
             return False
         joint = self._joint(policy)
         return joint is None or joint.known(inv, kernel, policy) is None
@@ -381,6 +388,10 @@ class ConfigSelectorChain:
         """What to do without a stored config: measure, take the nearest shape's, guess, or raise."""
         if policy.autotune in ("on", "frozen") and leaves_no_choice(inv, kernel):
             return Tier("heuristic", heuristic(inv, kernel), "there is nothing to choose")
+        if inv.is_symbolic and policy.autotune != "frozen":
+            if policy.autotune == "on":
+                self._warn_of_symbols(inv)
+            return Tier("heuristic", heuristic(inv, kernel))
         if policy.autotune == "on":
             return Tier("autotune", self._tune(inv, kernel, policy))
         if policy.autotune == "frozen":
@@ -393,6 +404,18 @@ class ConfigSelectorChain:
         transferred = self._transferred(inv, kernel, policy)
         return transferred if transferred.cfg is not None else Tier("heuristic", heuristic(inv, kernel))
 
+    def _warn_of_symbols(self, inv: Invocation[Any, Any]) -> None:
+        """Tells once per operation that the policy cannot be followed."""
+        if ("symbolic", inv.op_id) not in self._told:
+            self._told.add(("symbolic", inv.op_id))
+            shapes = ", ".join(str(x.shape) for x in arguments.split((inv.abstract_args, inv.abstract_kwargs))[0])
+            warnings.warn(
+                f"{inv.op_id}: a call with symbolic dimensions ({shapes}) cannot be tuned and runs with the kernel's "
+                "guess. Pass cfg=, or put a config that serves all sizes into a cache.",
+                SymbolicCallWarning,
+                stacklevel=2,
+            )
+
     def _miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
         """What to tell about a miss: the call, how to tune it, and the closest call that is stored."""
         from ejkernel.ops.config.command import shown, tune_command
@@ -404,6 +427,8 @@ class ConfigSelectorChain:
             f"The call: {shown(inv)}",
             f"To tune it: {tune_command(inv, kernel)}",
         ]
+        if inv.is_symbolic:
+            lines.append("A call with symbolic dimensions cannot be tuned: pass cfg=, or put a config into a cache.")
         stored = () if self.persistent is None else self.persistent.entries(*inv.key[:2])
         if (found := closest(stored, inv.signature)) is not None:
             entry, fields = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ejkernel.ops.core import dispatch
@@ -41,6 +42,18 @@ class BackwardKernel(Kernel[Any, Any]):
     def describe_keywords(self, inv: Invocation[Any, Any]) -> Mapping[str, Any]:
         """The forward kernel's answer."""
         return self.forward.describe_keywords(inv)
+
+    def covered_by(self, cfg: Any, inv: Invocation[Any, Any], platform: str) -> Any:
+        """The backward's config that a forward's `cfg` brings along, by the kernel's `cfg_vjp`; None: it is chosen.
+
+        `platform` is the forward's; a config that cannot serve there, or where it says, is not used.
+        """
+        take = getattr(self.forward, "cfg_vjp", None)
+        own = None if take is None else take(cfg)
+        if own is None:
+            return None
+        platform = dispatch.forced_platform(self.forward, own) or platform
+        return own if dispatch.refusal(self, replace(inv, platform=platform), platform) is None else None
 
     def _ask(self, method: str, inv: Invocation[Any, Any]) -> Any:
         platform = inv.platform or get_device_platform()

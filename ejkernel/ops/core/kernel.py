@@ -14,6 +14,7 @@ from typing import Any, Generic
 import jax
 from jax.core import Tracer
 
+from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.utils import arguments, fingerprint
@@ -226,6 +227,12 @@ class Invocation(Generic[Cfg, Out]):
     def is_abstract(self) -> bool:
         """Whether there are only shapes and dtypes, no data to measure with."""
         return any(map(arguments.has_no_data, jax.tree.leaves((self.args, dict(self.kwargs)))))
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether some dimensions are unknown, as in `jax.export` of symbolic shapes: nothing can be measured then."""
+        arrays, _ = arguments.split((self.abstract_args, self.abstract_kwargs))
+        return any(map(_compat.is_symbolic, arrays))
 
 
 def has_own_gradient(kernel: Kernel[Any, Any]) -> bool:

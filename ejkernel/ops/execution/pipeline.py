@@ -228,6 +228,8 @@ class Pipeline:
         registry.note_traced(backward, inv)
         cfg, error = fixed.vjp_cfg, None
         if cfg is None:
+            cfg = backward.covered_by(forward.cfg, inv, forward.platform)
+        if cfg is None:
             shown = inv
             if data is not None and self.needs_inputs(inv):
                 args, kwargs = data()

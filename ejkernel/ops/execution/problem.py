@@ -65,9 +65,14 @@ def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = 
     """The outline of one call's problem.
 
     Raises:
-      TuningInputsError: The call is abstract, and nobody knows legal data for it.
+      TuningInputsError: The call is abstract, and nobody knows legal data for it, or even its shapes.
     """
     owner = forward_of(kernel)
+    if inv.is_symbolic:
+        raise TuningInputsError(
+            f"{inv.op_id}: a call with symbolic dimensions cannot be tuned: there are no arrays of unknown size to "
+            "measure with. Tune it for the sizes that matter."
+        )
     if inv.is_abstract and getattr(owner, "example_inputs", None) is None:
         _refuse_integers(inv.op_id, (inv.args, dict(inv.kwargs)), backward=isinstance(kernel, BackwardKernel))
     proving.check_tolerance(getattr(owner, "tolerance", None), owner.op_id)
