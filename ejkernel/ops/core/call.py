@@ -140,7 +140,7 @@ _compat.def_as_jit(_call, lambda *, jaxpr, name, **_: _jitted(jaxpr, name))
 
 # --- Configs that are missing ---
 
-_demand = jex_core.Primitive("ejkernel_demand")
+_demand = _compat.Primitive("ejkernel_demand")
 
 
 def demanded(tree: Any, error: Exception) -> Any:
