@@ -37,10 +37,6 @@ class _Call(NamedTuple):
     """Without its kernel."""
     kernel: Callable[[], Kernel[Any, Any] | None]
 
-    def with_kernel(self) -> Invocation[Any, Any] | None:
-        kernel = self.kernel()
-        return None if kernel is None else dataclasses.replace(self.inv, kernel=kernel)
-
 
 _lock = threading.Lock()
 _traced: dict[Key, _Call] = {}
@@ -127,17 +123,18 @@ def traced(op_id: str, call_key: str, kernel: Kernel[Any, Any] | None = None) ->
     """
     here = (device_fingerprint(), op_id, call_key)
     with _lock:
-        calls = {**_traced, **_recorded} if here not in _traced and here not in _recorded else {}
-        found = _recorded.get(here) or _traced.get(here)
-        found = found or next((call for key, call in calls.items() if key[1:] == here[1:]), None)
-    if found is None or kernel is not None:
-        return None if found is None else dataclasses.replace(found.inv, kernel=kernel)
-    if (call := found.with_kernel()) is None:
-        raise KernelGoneError(
-            f"{op_id}: the kernel that made the call {call_key} is gone. One that holds arrays or other objects is not "
-            "kept for this: keep it yourself, or record its calls (EJKERNEL_OPS_RECORD=1)."
-        )
-    return call
+        found = [calls[here] for calls in (_recorded, _traced) if here in calls]
+        if not found:
+            found = [call for calls in (_recorded, _traced) for key, call in calls.items() if key[1:] == here[1:]]
+    if not found or kernel is not None:
+        return dataclasses.replace(found[0].inv, kernel=kernel) if found else None
+    for call in found:
+        if (held := call.kernel()) is not None:
+            return dataclasses.replace(call.inv, kernel=held)
+    raise KernelGoneError(
+        f"{op_id}: the kernel that made the call {call_key} is gone. One that holds arrays or other objects is not "
+        "kept for this: keep it yourself, or record its calls (EJKERNEL_OPS_RECORD=1)."
+    )
 
 
 def get_invocations(device: str | Device | None = None) -> dict[str, dict[str, Recorded]]:

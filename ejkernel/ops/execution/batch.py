@@ -128,13 +128,12 @@ class _Pmapped:
         self._run = run
         self._in_axes = in_axes
         self._options = options
-        self._axes: dict[Any, list[int | None]] = {}
         self._mapped: dict[Any, Callable[..., Any]] = {}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the call on all devices."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        axes = self._axes.get(treedef) or bounded(self._axes, treedef, self._flat_axes(args, kwargs))
+        axes = self._flat_axes(args, kwargs)
         # Only what is not mapped may be static: the rest has an axis for the devices.
         given = tuple(axis is not None or arguments.is_array(x) for x, axis in zip(leaves, axes, strict=True))
         statics = arguments.Statics(treedef, given, tuple(itertools.compress(leaves, map(operator.not_, given))))

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import sys
 from collections.abc import Hashable, Iterable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +114,7 @@ def is_data(x: Any, depth: int = 4) -> bool:
     if isinstance(x, dict):
         return all(is_data(part, depth - 1) for part in (*x.keys(), *x.values()))
     if isinstance(x, FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        cells = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
         return all(is_data(part, depth - 1) for part in (cells, x.__defaults__, x.__kwdefaults__))
     if dataclasses.is_dataclass(x):
         return all(is_data(getattr(x, f.name), depth - 1) for f in dataclasses.fields(x))

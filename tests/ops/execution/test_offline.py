@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from ejkernel.ops import (
     Autotuner,
@@ -67,11 +68,14 @@ def programs(f, *args):
         "compiled": lowered.compile(),
         "stablehlo": lowered.as_text(debug_info=True),
         "hlo": lowered.compile().as_text(),
+        "flax": nnx.jit(f).lower(*args),
     }
 
 
-@pytest.mark.parametrize("form", ["lowered", "compiled", "stablehlo", "hlo", "file"])
-def test_every_call_of_a_program_that_never_ran_is_tuned_once(setting, form, tmp_path):
+@pytest.mark.parametrize("mode", ["hash", "json"])
+@pytest.mark.parametrize("form", ["lowered", "compiled", "stablehlo", "hlo", "file", "flax"])
+def test_every_call_of_a_program_that_never_ran_is_tuned_once(setting, form, mode, tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_STAMP", mode)
     selector, executor, kernel = setting
     f = jax.grad(lambda x: (executor(kernel, x, x) + executor(kernel, 2 * x, x)).sum())
     found = programs(f, jax.ShapeDtypeStruct((8,), jnp.float32))
