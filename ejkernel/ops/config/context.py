@@ -106,11 +106,17 @@ class _Block:
     """What one `with` block adds to the scope of the code inside."""
 
     def __init__(self, thread: _Thread, overlay: Overlay | None, override: Override | None) -> None:
-        self.outer = _block.get()
+        self.outer = _not_left(_block.get())
         self.overlay = overlay
         self.override = override
         self.thread: _Thread | None = thread
         """Where it was entered; None once it is left."""
+
+
+def _not_left(block: _Block | None) -> _Block | None:
+    while block is not None and block.thread is None:
+        block = block.outer
+    return block
 
 
 class _Thread:
@@ -207,8 +213,7 @@ def same_scope() -> AbstractContextManager[None]:
 
 @contextmanager
 def _entered(additions: Iterable[tuple[Overlay | None, Override | None]]) -> Iterator[None]:
-    thread, before = _local.thread, _block.get()
-    blocks = []
+    thread, blocks = _local.thread, []
     for overlay, override in additions:
         blocks.append(_Block(thread, overlay, override))
         _block.set(blocks[-1])
@@ -220,8 +225,7 @@ def _entered(additions: Iterable[tuple[Overlay | None, Override | None]]) -> Ite
         for block in blocks:
             block.thread = None
         thread.open.difference_update(blocks)
-        if blocks and _block.get() is blocks[-1]:
-            _block.set(before)
+        _block.set(_not_left(_block.get()))
         thread.shown = thread  # If this is another thread, it has yet to notice.
         _local.thread.show()
 

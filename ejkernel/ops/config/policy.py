@@ -35,8 +35,8 @@ class AutotunePolicy:
       stale: What to do with a stored config whose kernel or toolchain has changed since: use it, tune again, or
         ignore it. By default what `EJKERNEL_STALE` says, or use it.
       agree: Whether the processes of one program choose together; False leaves each to itself.
-      agree_s: How long to wait for the others, in seconds; who waits in vain has all take the guess.
-      sharded: Whether the candidates of a call are spread over the processes when it is tuned.
+      agree_s: How long to wait for a process that measures, in seconds; who waits in vain has all take the guess.
+      sharded: Whether the candidates of a call are spread over the processes when all of them tune it.
     """
 
     autotune: AutotuneMode | bool = "off"

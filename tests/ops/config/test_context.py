@@ -60,7 +60,7 @@ async def _plain_turns(setting, turns):
 
 def test_tasks_that_take_turns_keep_their_overlays_apart(setting):
     async def main():
-        tasks = [_turns(setting, 2, 4), _turns(setting, 3, 6), _turns(setting, 5, 2), _plain_turns(setting, 8)]
+        tasks = [_turns(setting, 2, 2), _turns(setting, 3, 3), _turns(setting, 5, 1), _plain_turns(setting, 4)]
         return await asyncio.gather(*tasks)
 
     assert asyncio.run(main()) == [({2}, {1}), ({3}, {1}), ({5}, {1}), {1}]

@@ -195,3 +195,29 @@ def test_process_that_fails_in_a_tuning_by_all_ends_it_at_once(tmp_path):
     a, b = processes.told(processes.start(COLLECTIVE + textwrap.dedent(script), 2, tmp_path))
     assert (a["kind"], b["kind"]) in [("", ""), ("DecisionError", "MemoryError")]
     assert max(a["took"], b["took"]) < 60
+
+
+def test_what_one_process_tunes_alone_is_not_spread_and_what_communicates_is_guessed_with_a_warning(tmp_path):
+    script = """
+    import warnings
+    from jax.experimental.multihost_utils import sync_global_devices
+    sync_global_devices("the first use of them waits for all")
+    found = {}
+    if index == 0:
+        start = time.monotonic()
+        executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="on", sharded=True)))
+        found["cfg"], found["took"] = executor.choose_config(Sim(), x).n, time.monotonic() - start
+        class Talks(Sim):
+            collective = True
+        executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(autotune="on", agree_s=1)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found["guess"] = executor.choose_config(Talks(), x).n
+        found["told"] = [str(w.message) for w in caught if "not all have come within 1 s" in str(w.message)]
+    sync_global_devices("process 0 is done")
+    tell(**found)
+    """
+    a, b = processes.told(processes.start(SHARDED + textwrap.dedent(script), 2, tmp_path))
+    assert b == {}
+    assert (a["cfg"], a["guess"], len(a["told"])) == (8, 0, 1)
+    assert a["took"] < 60
