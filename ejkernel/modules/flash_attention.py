@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -77,6 +78,14 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         if "rules" in kwargs:
             return args, kwargs
         platform = kwargs.pop("platform", None)
+        try:
+            _ARGUMENTS.bind(*args, **kwargs)
+        except TypeError as error:
+            keywords = ", ".join(name for name, p in _ARGUMENTS.parameters.items() if p.kind == p.KEYWORD_ONLY)
+            raise AttentionArgumentError(
+                f"{error}. A call takes query, key and value, each [batch, sequence, heads, head_dim], then bias and "
+                f"softmax_aux, and by keyword {keywords}, platform; got {len(args)} by position."
+            ) from error
         qkv, extras, rules = canonical(*args, **kwargs)
         arrays = {name: x for name, x in extras._asdict().items() if x is not None and name not in _POSITIONAL}
         chosen = {} if platform is None else {"platform": platform}
@@ -305,6 +314,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         return tuple(args), {name: _example(name, x) for name, x in inv.kwargs.items()}
 
 
+_ARGUMENTS = inspect.signature(canonical)
 _POSITIONAL = ("bias", "softmax_aux")
 _PREFERENCE: dict[str, tuple[Platform, ...]] = {
     "gpu": ("cudnn", "mosaic", "triton", "xla"),

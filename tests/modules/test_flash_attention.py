@@ -97,21 +97,23 @@ def test_a_new_seed_is_not_a_new_program():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_empty_and_tiny_sequences(length):
-    q, k, v = arrays(kv_len=length)
-    out = flash_attention(q, k, v)
-    assert out.shape == q.shape
-    if length == 0:
-        assert not out.any()
-    assert flash_attention(q[:, :0], k, v).shape == (2, 0, 4, 16)
-
-
-def test_empty_batch_has_an_empty_result_and_gradient():
-    q, k, v = (x[:0] for x in arrays())
-    for platform in (None, "reference"):
-        assert flash_attention(q, k, v, platform=platform).shape == (0, 24, 4, 16)
-    assert jax.grad(lambda q: flash_attention(q, k, v).sum())(q).shape == (0, 24, 4, 16)
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(2, 0, 3), (2, 3, 0), (0, 3, 3), (2, 0, 0), (2, 1, 1)])
+def test_empty_and_tiny_calls_have_zeros_and_gradients(batch, q_len, kv_len):
+    q, k, v = arrays(batch=batch, q_len=q_len, kv_len=kv_len)
+    extras = {"bias": jnp.zeros((batch, 4, q_len, kv_len)), "attention_mask": jnp.ones((1, 1, q_len, kv_len), bool)}
+    along = {"bias": jnp.zeros((1, 1, 1, kv_len)), "attention_mask": jnp.ones((batch, 1, q_len, 1), bool)}
+    for given, platform in [(extras, None), (extras, "reference"), (along, None), ({}, None)]:
+        floats = (q, k, v, given.get("bias"))
+        mask = given.get("attention_mask")
+        moving = range(3 if floats[3] is None else 4)
+        call = lambda q, k, v, bias, mask=mask, platform=platform: flash_attention(
+            q, k, v, bias=bias, attention_mask=mask, platform=platform
+        )
+        out, grads = call(*floats), jax.grad(lambda *x, call=call: call(*x).sum(), moving)(*floats)
+        assert out.shape == q.shape
+        assert kv_len or not out.any()
+        assert [g.shape for g in grads] == [floats[i].shape for i in moving]
+        assert all(np.isfinite(g).all() for g in grads)
 
 
 @pytest.mark.parametrize("causal", [False, "lower_right"])
@@ -152,6 +154,10 @@ def test_sink_of_minus_infinity_is_none(kernel):
 # --- Errors name their argument ---
 
 BAD = {
+    "missing a required argument: 'key'. A call takes query, key and value": lambda q, k, v: FlashAttention()(q),
+    "unexpected keyword argument 'scale'.* by keyword causal, softmax_scale": lambda q, k, v: FlashAttention()(
+        q, k, v, scale=2.0
+    ),
     "query must be \\[batch": lambda q, k, v: flash_attention(q[0], k, v),
     "query must be an array, got NoneType": lambda q, k, v: flash_attention(None, k, v),
     "query must be floating point of at least 16 bits, got float8": lambda q, k, v: flash_attention(

@@ -55,8 +55,8 @@ def forward(
     tiles = _Tiles.of(query, key, value, extras, rules, params)
     rows = lax.map(partial(_forward_rows, tiles), jnp.arange(tiles.q_blocks, dtype=jnp.int32))
     batch, q_len, heads, _ = query.shape
-    whole = lambda x: _joined(x, 3).reshape(batch, heads, -1, *x.shape[5:])[:, :, :q_len]
-    out, sums = jax.tree.map(whole, rows)
+    joined = jax.tree.map(lambda x: _joined(x, 3), rows)
+    out, sums = jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[3:])[:, :, :q_len], joined)
     return out.swapaxes(1, 2).astype(query.dtype), sums
 
 
@@ -176,8 +176,9 @@ class _Tiles:
                 return None
             split = (kv_heads, heads // kv_heads) if x.shape[1] > 1 else (1, 1)
             x = x.reshape(x.shape[0], *split, *x.shape[2:])
-            x = _padded(x, 3, rows) if x.shape[3] > 1 else x
-            return _padded(x, 4, cols) if x.shape[4] > 1 else x
+            # An axis of 1 counts for all; one of 0 is that of a call without queries or keys.
+            x = x if x.shape[3] == 1 else _padded(x, 3, rows)
+            return x if x.shape[4] == 1 else _padded(x, 4, cols)
 
         pad_q, pad_kv = partial(_padded, axis=1, block=rows), partial(_padded, axis=1, block=cols)
         on = lambda fn, x: None if x is None else fn(x)
