@@ -216,7 +216,7 @@ class WholeCall:
 
             return flat(run)
 
-        pinned = None if first.batch is None else first
+        pinned = first if first.batch is not None or self._shares_cfg(first) else None
         part = Part(f"{self.fixed.kernel.op_id}.fwd", make, partial(self._agreeing, first), pinned=pinned)
         return flat.restore(self._bound(part, arrays, first))
 
@@ -281,12 +281,24 @@ class WholeCall:
 
         part = Part(f"{self.fixed.kernel.op_id}.bwd", make, partial(self._backward_choice, forward), len(first))
         operands = [*first, *arrays]
-        attempt = part.seen(operands) if forward.batch is None else self._backward_of_batch(forward)
-        if attempt is not None:
-            part = replace(part, pinned=attempt)
+        if self._shares_cfg(forward):
+            attempt = forward
         else:
+            attempt = part.seen(operands) if forward.batch is None else self._backward_of_batch(forward)
+        if attempt is None:
             attempt = self.pipeline.backward_attempt(self.fixed, forward)
+        else:
+            part = replace(part, pinned=attempt)
         return flat.restore(self._bound(part, operands, attempt))
+
+    def _shares_cfg(self, forward: Attempt) -> bool:
+        """Whether the backward must have the config that its residuals were made with.
+
+        It cannot be chosen anew for a batch that is met later: the two parts are met one by one, and need not show the
+        same batch.
+        """
+        kernel = self.fixed.kernel
+        return BackwardKernel.of(kernel) is None and residual_pair(kernel, forward) is not None
 
     def _backward_choice(self, forward: Attempt, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         # A batch of cotangents alone is none of calls: the forward ran once, with its own config.

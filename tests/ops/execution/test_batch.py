@@ -26,7 +26,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.execution.batch import BatchArgumentError
-from tests.support import STYLES, CustomVjp, Plain, Residuals, Scale, new_executor, reference_of, true
+from tests.support import STYLES, CustomVjp, OwnBackward, Plain, Residuals, Scale, new_executor, reference_of, true
 
 
 class Recorder:
@@ -313,14 +313,38 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("style", [Plain, CustomVjp, Residuals], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", [Plain, CustomVjp, Residuals, OwnBackward], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("place", DERIVATIVES)
 def test_config_of_a_gradient_is_chosen_for_the_batch(place, style):
-    if style is Plain and place == "vmap of jit of grad":
-        pytest.skip("what JAX has differentiated inside of jit cannot be chosen anew")
+    # What JAX has differentiated inside of jit cannot be chosen anew, nor can residuals.
+    factor = 1 if place == "vmap of jit of grad" and style in (Plain, Residuals) else 5
     executor, kernel, x = Executor(ByBatch()), style(), normal(3, 4)
     got = DERIVATIVES[place](lambda x, y: executor(kernel, x, y))(x, x)
-    same(got, 5 * DERIVATIVES[place](reference_of(style))(x, x))
+    reference = true if style is OwnBackward else reference_of(style)
+    same(got, factor * DERIVATIVES[place](reference)(x, x))
+
+
+@pytest.mark.parametrize("style", [Plain, CustomVjp, Residuals, OwnBackward], ids=lambda s: s.__name__)
+def test_config_of_a_gradient_between_two_batches_is_chosen_for_both(style):
+    chooser, kernel = Recorder(), style("k")
+    executor, x = Executor(chooser), normal(2, 3, 4)
+    inner = lambda x: jax.vmap(lambda x: executor(kernel, x, x))(x).sum()
+    for wrap in (lambda f: f, jax.jit):
+        wrap(jax.vmap(jax.grad(inner), in_axes=1))(x)
+    both = ((2, 3, 4), (2, 3, 4)), ((0, 0), (1, 1))
+    assert {asked[1:] for asked in chooser.asked} == {both}
+
+
+@pytest.mark.parametrize("nest", ["vmap of grad", "jit of vmap of grad"])
+def test_config_that_is_put_for_a_batch_reaches_gradients_that_were_traced_before(nest):
+    executor, kernel, x = new_executor(), Plain(), normal(3, 4)
+    grad = DERIVATIVES[nest](lambda x, y: executor(kernel, x, y))
+    before = grad(x, x)
+    asked = []
+    executor.chooser.on_event = lambda name, device, op_id, call_key, **_: asked.append((device, op_id, call_key))
+    jax.vmap(lambda x: executor(kernel, x, x))(x)
+    executor.chooser.cache.put(*asked[-1], Scale(5))
+    same(grad(x, x), 5 * before)
 
 
 def test_forward_mode_over_a_batch():
@@ -696,8 +720,48 @@ def test_implementation_that_gives_up_is_passed_over_in_a_batch_too():
     np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: call(x).sum()))(x), 2 * jnp.ones_like(x))
 
 
-def test_eager_gradients_of_a_batch_are_compiled_once(caplog):
-    executor, kernel, x = Executor(), Squared("squared"), jnp.ones((4, 3))
+class Flips(Kernel[Factor, jax.Array]):
+    """x² y, whose residuals hold the config."""
+
+    def run(self, x, y, *, cfg):
+        return x**2 * y
+
+    def fwd_with_residuals(self, x, y, *, cfg):
+        return x**2 * y, x * cfg.value
+
+    def vjp(self, residuals, out, dout, x, y, *, cfg):
+        x = residuals / cfg.value
+        return 2 * x * y * dout, x**2 * dout
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+
+class PerAxes:
+    """Another config for each place of the batch axis."""
+
+    def choose(self, inv, kernel):
+        return Factor(1.0 + {None: 0, (0, None): 1, (1, None): 2, (None, 0): 3, (None, 1): 4}.get(inv.batch_axes, 5))
+
+
+MOVED = {
+    "scan": lambda f: lambda x, y: jax.lax.scan(lambda c, _: (c, f(x, y)), 0, None, length=2)[1],
+    "cond": lambda f: lambda x, y: jax.lax.scan(
+        lambda c, i: (c, jax.lax.cond(i > 0, f, lambda x, y: f(y, x), x, y)), 0, jnp.arange(2)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("place", MOVED)
+def test_backward_has_the_forwards_config_wherever_jax_moves_the_batch(place):
+    x, y, executor = jnp.linspace(0.1, 1, 12).reshape(3, 4), jnp.linspace(1, 2, 3), Executor(PerAxes())
+    grad = lambda f: jax.vmap(jax.grad(lambda x, y: MOVED[place](f)(x, y).sum(), (0, 1)), in_axes=(1, None))
+    same(grad(lambda x, y: executor(Flips("flips"), x, y))(x, y), grad(lambda x, y: x**2 * y)(x, y))
+
+
+@pytest.mark.parametrize("chooser", [None, PerBatch()], ids=["guess", "chosen for the batch"])
+def test_eager_gradients_of_a_batch_are_compiled_once(chooser, caplog):
+    executor, kernel, x = Executor(chooser), Squared("squared"), jnp.ones((4, 3))
     run = lambda: jax.vmap(jax.grad(lambda x: executor(kernel, x).sum()))(x)
     run()
     with jax.log_compiles(), caplog.at_level("WARNING"):
