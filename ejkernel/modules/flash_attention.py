@@ -122,7 +122,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         if platform == "pallas":
             return module.unsupported(q, k, v, extras, rules)
         capability = (8, 0) if interpreted else _capability()
-        if platform == "mosaic":
+        if platform in ("mosaic", "cudnn"):
             return module.unsupported(q, k, v, extras, rules, capability=capability, backward=backward)
         return module.unsupported(q, k, v, extras, rules, capability)
 

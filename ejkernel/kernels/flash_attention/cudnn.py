@@ -6,6 +6,7 @@ at hand cuDNN's forward goes with any backward, and its backward with any forwar
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,13 +14,20 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, Extras, Rules
 
 Array = jax.Array
 
 
+BACKWARD_LIMIT = 1 << 31
+"""Elements of an array from which on cuDNN's backward gives wrong gradients of query and key, without a word.
+
+Seen on an H200 with JAX 0.11.2, also through `jax.nn.dot_product_attention`: the last batches are off by 40 to 80 %.
+"""
+
+
 def unsupported(
-    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, capability: tuple[int, int]
+    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, *, backward: bool, capability: tuple[int, int]
 ) -> str | None:
     """Why cuDNN cannot serve a call on a GPU of this compute capability; None if it can."""
     if capability < (8, 0):
@@ -31,7 +39,8 @@ def unsupported(
         return f"cuDNN takes bfloat16 and float16, got {query.dtype}"
     if rules.soft_cap is not None or not rules.normalize or rules.logits_dtype != "float32":
         return "cuDNN has no soft cap, no unnormalised output and float32 logits only"
-    return _misfit(query, key, value, capability) or _unbanded(query, key, rules)
+    reason = _misfit(query, key, value, capability) or _unbanded(query, key, rules)
+    return reason or (_too_large(query.shape[0], query, key) if backward else None)
 
 
 def _misfit(query: Any, key: Any, value: Any, capability: tuple[int, int]) -> str | None:
@@ -43,6 +52,15 @@ def _misfit(query: Any, key: Any, value: Any, capability: tuple[int, int]) -> st
     if 0 in (query.size, key.size):
         return "cuDNN takes no empty arrays"
     return None
+
+
+def _too_large(batch: Any, query: Any, key: Any) -> str | None:
+    """Why cuDNN's backward would be wrong for arrays like these with such a batch."""
+    # It may hold a gradient of the keys for every query head before it adds them up.
+    elements = batch * max(query.shape[1], key.shape[1]) * query.shape[2] * query.shape[3]
+    if not isinstance(elements, int) or elements < BACKWARD_LIMIT:  # Symbolic: only the running program knows.
+        return None
+    return f"cuDNN's backward is wrong from {BACKWARD_LIMIT:,} elements an array on, this call has {elements:,}"
 
 
 def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
@@ -89,7 +107,38 @@ def backward(
     out: Array,
 ) -> tuple[Array, Array, Array, None]:
     """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
-    return *_compat.cudnn_backward(query, key, value, out, lse, dout, **_rules(rules)), None
+    return *_gradients(_rules(rules), query, key, value, out, lse, dout), None
+
+
+def _gradients(rules: dict[str, Any], *arrays: Array) -> tuple[Array, ...]:
+    """The gradients of calls of any size, in parts of the batch that cuDNN gets right.
+
+    A call that is too large is not served, but one of many under `jax.vmap` may be small, and cuDNN is given all of
+    them as one batch.
+    """
+    query, key = arrays[:2]
+    batch = query.shape[0]
+    if (reason := _too_large(batch, query, key)) is None:
+        return _batchable(rules)(*arrays)
+    part = next((n for n in range(batch, 0, -1) if batch % n == 0 and _too_large(n, query, key) is None), None)
+    if part is None:
+        raise AttentionArgumentError(f"{reason}. Take another platform for the backward.")
+    parts = [x.reshape(batch // part, part, *x.shape[1:]) for x in arrays]
+    found = jax.lax.map(lambda xs: _batchable(rules)(*xs), tuple(parts))
+    return tuple(x.reshape(batch, *x.shape[2:]) for x in found)
+
+
+def _batchable(rules: dict[str, Any]) -> Any:
+    """The backward of cuDNN, with a rule for `jax.vmap` that knows how large the whole batch is."""
+    run = jax.custom_batching.custom_vmap(partial(_compat.cudnn_backward, **rules))
+
+    @run.def_vmap
+    def batched(size: int, mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
+        whole = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arrays, mapped, strict=True)]
+        found = _gradients(rules, *(x.reshape(size * x.shape[1], *x.shape[2:]) for x in whole))
+        return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in found), (True,) * 3
+
+    return run
 
 
 def _rules(rules: Rules) -> dict[str, Any]:

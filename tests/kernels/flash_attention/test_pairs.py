@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from ejkernel import _compat
-from ejkernel.kernels.flash_attention import hopper, masks, xla
+from ejkernel.errors import EjkernelError
+from ejkernel.kernels.flash_attention import cudnn, hopper, masks, xla
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported_backward
-from ejkernel.modules import FlashAttention, FlashAttentionConfig
+from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution import search
@@ -124,6 +125,78 @@ def fake_hopper(monkeypatch):
 def test_hopper_pairs_with_itself_and_with_others(forward, backward):
     make = {"causal": True, "softmax_aux": normal("h"), "logits_soft_cap": 2.0, "sliding_window": 9}
     both(forward, backward, Case("pair", make=make))
+
+
+# --- cuDNN's backward is wrong for large arrays ---
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_shape", "served"),
+    [
+        ((7, 32768, 64, 128), (7, 32768, 64, 128), True),
+        ((9, 32768, 64, 128), (9, 32768, 64, 128), False),
+        ((36, 8192, 64, 128), (36, 8192, 8, 128), False),
+        ((1, 128, 64, 128), (1, 262144, 64, 128), False),
+    ],
+)
+def test_cudnn_serves_no_backward_of_large_arrays(shape, kv_shape, served):
+    q, kv = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (shape, kv_shape))
+    why = lambda backward: cudnn.unsupported(
+        q, kv, kv, Extras(), Rules(scale=1.0), backward=backward, capability=(9, 0)
+    )
+    assert why(False) is None
+    assert why(True) is None if served else "backward is wrong from 2,147,483,648 elements" in why(True)
+
+
+@pytest.mark.usefixtures("fake_cudnn")
+def test_cudnn_is_given_the_parts_of_a_batch_that_it_gets_right(monkeypatch):
+    real, sizes = _compat.cudnn_backward, []
+
+    def checked(q, *arrays, **rules):
+        sizes.append(q.size)
+        return real(q, *arrays, **rules)
+
+    monkeypatch.setattr(_compat, "cudnn_backward", checked)
+    monkeypatch.setattr(cudnn, "BACKWARD_LIMIT", 4 * 16 * 2 * 8)
+    rng = np.random.default_rng(0)
+    q, k, v, out, dout = (jnp.asarray(rng.normal(size=(6, 2, 16, 2, 8)), jnp.float32) for _ in range(5))
+    lse = jnp.ones((6, 2, 2, 16))
+    back = lambda q, k, v, out, lse, dout: cudnn.backward(
+        q, k, v, Extras(), Rules(scale=0.3, upper=0), lse, None, dout, None, out=out
+    )[:3]
+    want = [back(*x) for x in zip(q, k, v, out, lse, dout, strict=True)]
+    sizes.clear()
+    got = jax.vmap(back)(q, k, v, out, lse, dout)
+    assert max(sizes) == 3 * 16 * 2 * 8
+    shared = jax.vmap(back, in_axes=(0, None, None, 0, 0, 0))(q, k[0], v[0], out, lse, dout)
+    nested = jax.vmap(jax.vmap(back))(*(x[:, :, None] for x in (q, k, v, out, lse, dout)))
+    for i in range(6):
+        for a, b, c in zip(want[i], got, nested, strict=True):
+            np.testing.assert_allclose(a, b[i], atol=1e-5)
+            np.testing.assert_allclose(a, c[i, :, 0], atol=1e-5)
+    for a, b in zip(back(q[3], k[0], v[0], out[3], lse[3], dout[3]), shared, strict=True):
+        np.testing.assert_allclose(a, b[3], atol=1e-5)
+    monkeypatch.setattr(cudnn, "BACKWARD_LIMIT", 100)
+    with pytest.raises(EjkernelError, match="backward is wrong"):
+        back(*(x[0] for x in (q, k, v, out, lse, dout)))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(9, 32768, 64, 128), (36, 8192, 64, 128)], ids=str)
+def test_gradients_of_large_arrays_are_those_of_their_slices_on_a_gpu(shape):
+    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+    q, k, v, dout = map(make, jax.random.split(jax.random.key(0), 4))
+
+    @jax.jit
+    def gradients(q, k, v, dout):
+        return jax.vjp(lambda *x: flash_attention(*x, causal=True), q, k, v)[1](dout)
+
+    last = [np.asarray(g[-1:, :, :2], np.float32) for g in gradients(q, k, v, dout)]
+    alone = gradients(*(x[-1:, :, :2] for x in (q, k, v, dout)))
+    for got, want in zip(last, alone, strict=True):
+        want = np.asarray(want, np.float32)
+        assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
 
 
 # --- What is chosen on a GPU, without one ---
