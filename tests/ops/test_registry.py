@@ -249,3 +249,23 @@ def test_recording_reads_its_file_once_however_many_calls_there_are(monkeypatch,
         registry.note_traced(kernel, Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((n,), jnp.float32),)))
     assert (len(reads), len(writes)) == (0, 1)
     assert [c["args"][0]["shape"] for c in specs.read(specs.record_path())] == [[n] for n in range(40)]
+
+
+def test_record_of_an_earlier_version_grows_and_outlives_a_line_that_was_cut_off(tmp_path, caplog):
+    spec = lambda n: specs.to_spec(Invocation(kernel=Recorded(), args=(jax.ShapeDtypeStruct((n,), jnp.float32),)))
+    sizes = lambda: sorted(c["args"][0]["shape"][0] for c in specs.read(path))
+    path = tmp_path / "record.json"
+    specs.write([spec(1), spec(2)], path)
+    for n in (2, 3, 3, 4):
+        specs.add([spec(n)], path)
+    assert sizes() == [1, 2, 3, 4]
+    assert path.read_bytes().count(b"\n{") == 2, "a line for each new call"
+    with path.open("ab") as file:
+        file.write(b'{"device": "cu')
+    assert sizes() == [1, 2, 3, 4]
+    assert "not written to its end" in caplog.text
+    specs.add([spec(5)], path)
+    assert sizes() == [1, 2, 3, 4, 5]
+    path.unlink()
+    specs.add([spec(5)], path)
+    assert sizes() == [5]
