@@ -189,11 +189,13 @@ def test_process_that_fails_in_a_tuning_by_all_ends_it_at_once(tmp_path):
         executor(Local(), x, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis="d")
         tell(kind="", took=time.monotonic() - start)
     except Exception as error:
-        tell(kind=type(error).__name__, took=time.monotonic() - start)
+        tell(kind=type(error).__name__ if "MemoryError: here only" in str(error) else str(error),
+             took=time.monotonic() - start)
     time.sleep(1)
     """
     a, b = processes.told(processes.start(COLLECTIVE + textwrap.dedent(script), 2, tmp_path))
-    assert (a["kind"], b["kind"]) in [("", ""), ("DecisionError", "MemoryError")]
+    # Who came first decides; if it is the one that fails, its failure is everybody's.
+    assert (a["kind"], b["kind"]) in [("", ""), ("DecisionError", "TuningError")]
     assert max(a["took"], b["took"]) < 60
 
 
