@@ -271,6 +271,18 @@ def test_explicit_blocks_reach_forward_and_backward():
     assert "2,2,2,32,16" in shapes
 
 
+@pytest.mark.parametrize("policy", ["frozen", "on"])
+@pytest.mark.parametrize("platform", [None, "xla"])
+def test_explicit_config_with_both_parts_covers_the_backward(platform, policy):
+    asked = set()
+    note = lambda name, op_id, **_: asked.add(op_id)
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=policy, on_event=note))
+    q, k, v = arrays(q_len=64, kv_len=64)
+    cfg = FlashAttentionConfig(FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32), platform)
+    jax.jit(jax.grad(lambda q: executor(FlashAttention(), q, k, v, cfg=cfg).sum())).lower(q)
+    assert "flash_attention.vjp" not in asked
+
+
 def test_configs_survive_json():
     for cfg in [
         FlashAttentionConfig(FwdParams(q_blocksize=64), None, "xla"),

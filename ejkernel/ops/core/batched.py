@@ -257,3 +257,8 @@ def stacked(kernel: Kernel[Any, Any], batches: Iterable[Batch]) -> Kernel[Any, A
     for batch in batches:
         kernel = BatchedKernel(kernel, batch)
     return kernel
+
+
+def batches_around(kernel: Kernel[Any, Any]) -> list[Batch]:
+    """The `jax.vmap` that a kernel is under, innermost first."""
+    return [*batches_around(kernel.inner), kernel.batch] if isinstance(kernel, BatchedKernel) else []

@@ -18,7 +18,7 @@ from ejkernel import _compat
 from ejkernel.ops.config.context import same_cfg
 from ejkernel.ops.core import autodiff, call, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.batched import Batch, BatchedKernel, native
+from ejkernel.ops.core.batched import Batch, BatchedKernel, batches_around, native
 from ejkernel.ops.core.call import Flat
 from ejkernel.ops.core.kernel import (
     Invocation,
@@ -26,7 +26,7 @@ from ejkernel.ops.core.kernel import (
     has_own_gradient,
     runs_as_operation,
 )
-from ejkernel.ops.execution.pipeline import Args, Attempt, Fixed, Kwargs, Pipeline, any_tracer, residual_pair
+from ejkernel.ops.execution.pipeline import Args, Attempt, Choice, Fixed, Kwargs, Pipeline, any_tracer, residual_pair
 from ejkernel.ops.utils import arguments
 
 
@@ -39,7 +39,7 @@ class Part:
       make: What runs with an attempt.
       choose: The attempt for a batch of calls, given the batch's data or None.
       first: How many operands come before the call's own arrays.
-      pinned: Whether the attempt was chosen for the batch already.
+      pinned: Gives the attempt, if it is not to be chosen anew.
       at_once: What runs a whole batch with an attempt, if anything does.
       is_alive: Whether there is still a kernel to ask; if not, its equations are mapped as they are.
       batches: The `jax.vmap` that were met so far, innermost first.
@@ -49,7 +49,7 @@ class Part:
     make: Callable[[Attempt], Flat]
     choose: Callable[[Sequence[Batch], Sequence[Any] | None], Attempt]
     first: int = 0
-    pinned: Attempt | None = None
+    pinned: Callable[[], Attempt] | None = None
     at_once: Callable[[Attempt, Batch], Flat | None] = lambda attempt, batch: None
     is_alive: Callable[[], bool] = lambda: True
     batches: tuple[Batch, ...] = ()
@@ -79,7 +79,7 @@ class Part:
         if not self.is_alive():
             return None
         part = replace(self, batches=(*self.batches, Batch(axis, tuple(dims))))
-        attempt = part._choose(part.batches, None) if self.pinned is None else self.pinned
+        attempt = part._choose(part.batches, None) if self.pinned is None else self.pinned()
         try:
             return part.bind(operands, attempt)
         except NotImplementedError:
@@ -156,8 +156,16 @@ class WholeCall:
 
     def run(self, attempt: Attempt, arrays: Sequence[Any]) -> Any:
         """Runs the call with an attempt."""
-        part = self._part if attempt.batch is None else replace(self._part, pinned=attempt)
+        part = self._part if attempt.batch is None else replace(self._part, pinned=self._again(attempt))
         return self._flat.restore(self._bound(part, arrays, attempt))
+
+    def _again(self, attempt: Attempt) -> Callable[[], Attempt]:
+        """What makes an attempt for a batch anew: the attempt itself would keep its kernel alive."""
+        assert attempt.batch is not None
+        assert attempt.batch.kernel is not None
+        batches = batches_around(attempt.batch.kernel)
+        choice = Choice(attempt.platform, attempt.cfg, attempt.error)
+        return lambda: self.pipeline.attempt_again(self.fixed, self.inv, batches, choice)
 
     def _bound(self, part: Part, operands: Sequence[Any], attempt: Attempt) -> Sequence[Any]:
         if runs_as_operation(self.fixed.kernel):
@@ -216,7 +224,7 @@ class WholeCall:
 
             return flat(run)
 
-        pinned = first if first.batch is not None or self._shares_cfg(first) else None
+        pinned = (lambda: first) if first.batch is not None or self._shares_cfg(first) else None
         part = Part(f"{self.fixed.kernel.op_id}.fwd", make, partial(self._agreeing, first), pinned=pinned)
         return flat.restore(self._bound(part, arrays, first))
 
@@ -288,7 +296,7 @@ class WholeCall:
         if attempt is None:
             attempt = self.pipeline.backward_attempt(self.fixed, forward)
         else:
-            part = replace(part, pinned=attempt)
+            part = replace(part, pinned=lambda: attempt)
         return flat.restore(self._bound(part, operands, attempt))
 
     def _shares_cfg(self, forward: Attempt) -> bool:

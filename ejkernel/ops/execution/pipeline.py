@@ -64,6 +64,14 @@ class Attempt(NamedTuple):
     """Why it may not run, if it may not: it may yet turn out to be one of a batch, or dead."""
 
 
+class Choice(NamedTuple):
+    """What is chosen in an attempt; it keeps no kernel alive."""
+
+    platform: str
+    cfg: Any
+    error: Exception | None
+
+
 class Pipeline:
     """The steps of a call, with the chooser that they ask."""
 
@@ -184,20 +192,25 @@ class Pipeline:
         Raises:
           InputsWanted: The chooser will measure, and the caller said to `ask` for the batch's data then.
         """
-        kernel, whole = fixed.kernel, replace(inv, override_cfg=fixed.cfg, platform=None)
-        for batch in batches:
-            kernel = BatchedKernel(kernel, batch)
-            whole = kernel.invocation(whole)
-        registry.note_traced(kernel, whole)
+        whole = _whole(fixed, inv, batches)
+        assert whole.kernel is not None
+        registry.note_traced(whole.kernel, whole)
         if ask and self.needs_inputs(whole):
             raise InputsWanted
         choose = self.chooser.choose if data is None else partial(self._choose_on, data)
         reasons: dict[str, str] = {}
         for attempt in self.attempts(whole, reasons, choose):
-            run = dispatch.forced_implementation(fixed.kernel, inv.context, attempt.platform)
-            here = replace(inv, platform=attempt.platform)
-            return Attempt(here, attempt.platform, run, attempt.cfg, attempt.inv, attempt.error)
+            return self.attempt_again(fixed, inv, batches, attempt)
         raise dispatch.UnsupportedCallError(whole, reasons)
+
+    def attempt_again(
+        self, fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch], chosen: Attempt | Choice
+    ) -> Attempt:
+        """The attempt for one call of a batch, with what was chosen for the batch."""
+        run = dispatch.forced_implementation(fixed.kernel, inv.context, chosen.platform)
+        whole = replace(_whole(fixed, inv, batches), platform=chosen.platform)
+        here = replace(inv, platform=chosen.platform)
+        return Attempt(here, chosen.platform, run, chosen.cfg, whole, chosen.error)
 
     def _choose_on(self, data: Sequence[Any], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         args, kwargs = arguments.merge(data, arguments.split((inv.args, dict(inv.kwargs)))[1])
@@ -237,6 +250,15 @@ class Pipeline:
             cfg, error = chosen_or_guess(self.chooser.choose, shown, backward)
         platform = dispatch.forced_platform(fixed.kernel, cfg) or forward.platform
         return Attempt(inv, platform, forward.run, cfg, error=error)
+
+
+def _whole(fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch]) -> Invocation[Any, Any]:
+    """The batch of calls like `inv`, by the kernel under `batches`, innermost first."""
+    kernel, whole = fixed.kernel, replace(inv, override_cfg=fixed.cfg, platform=None)
+    for batch in batches:
+        kernel = BatchedKernel(kernel, batch)
+        whole = kernel.invocation(whole)
+    return whole
 
 
 def chosen_or_guess(

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel.ops import Kernel, registry
 from ejkernel.ops.core.autodiff import GradientError
 from ejkernel.ops.core.kernel import KernelDefinitionError
-from tests.support import OwnBackward, Plain, Scale, new_executor
+from tests.support import OwnBackward, Plain, Residuals, Scale, new_executor
 
 X = jnp.arange(1.0, 5.0)
 
@@ -162,6 +163,90 @@ def test_explicit_config_is_the_forwards_and_the_backward_keeps_its_own():
     executor, y = new_executor(), jnp.ones(4)
     got = jax.grad(lambda x: executor(OwnBackward(), x, y, cfg=Scale(5)).sum())(X)
     np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
+
+
+class Covering(OwnBackward):
+    """A config with a factor above ten holds the backward's: its tens."""
+
+    def cfg_vjp(self, cfg):
+        return Scale(cfg.factor // 10) if cfg.factor > 10 else None
+
+
+@pytest.mark.parametrize("policy", ["frozen", "on"])
+def test_explicit_config_that_holds_the_backwards_leaves_nothing_to_choose(policy):
+    asked = []
+    executor = new_executor(autotune=policy, on_event=lambda name, op_id, **_: asked.append(op_id))
+    loss = lambda x: executor(Covering(), x, jnp.ones(4), cfg=Scale(72)).sum()
+    for grad in (jax.grad(loss), jax.jit(jax.grad(jax.checkpoint(loss)))):
+        np.testing.assert_allclose(grad(X), 7 * jnp.cos(X), rtol=1e-6)
+    for grad in (jax.vmap(jax.grad(loss)), jax.vmap(jax.jit(jax.grad(loss)))):
+        np.testing.assert_allclose(grad(X[None]), 7 * jnp.cos(X)[None], rtol=1e-6)
+    compiled = executor.compile(Covering(), X, jnp.ones(4), cfg=Scale(72))
+    np.testing.assert_allclose(jax.grad(lambda x: compiled(x, jnp.ones(4)).sum())(X), 7 * jnp.cos(X), rtol=1e-6)
+    assert f"{Covering().op_id}.vjp" not in asked
+
+
+def test_backwards_config_that_cannot_serve_is_not_used():
+    class Refusing(Covering):
+        def supports(self, inv, platform):
+            return not inv.op_id.endswith(".vjp")
+
+    executor = new_executor()
+    got = jax.grad(lambda x: executor(Refusing(), x, jnp.ones(4), cfg=Scale(72)).sum())(X)
+    np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
+
+
+class Named(Residuals):
+    def fwd_with_residuals(self, x, y, *, cfg):
+        sin = checkpoint_name(jnp.sin(x), "sin")
+        return cfg.factor * sin * y, (sin, jnp.cos(x))
+
+
+@jax.custom_vjp
+def named(x, y):
+    return jnp.sin(x) * y
+
+
+def named_forward(x, y):
+    sin = checkpoint_name(jnp.sin(x), "sin")
+    return sin * y, (sin, jnp.cos(x), y)
+
+
+named.defvjp(named_forward, lambda saved, dout: (dout * saved[1] * saved[2], dout * saved[0]))
+
+
+def count(primitive, jaxpr):
+    inner = [eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") for eqn in jaxpr.eqns]
+    nested = sum(count(primitive, getattr(j, "jaxpr", j)) for j in inner if j is not None)
+    return nested + sum(str(eqn.primitive) == primitive for eqn in jaxpr.eqns)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jax.checkpoint_policies.save_only_these_names("sin"),
+        jax.checkpoint_policies.save_anything_except_these_names("sin"),
+        jax.checkpoint_policies.everything_saveable,
+        jax.checkpoint_policies.nothing_saveable,
+    ],
+    ids=["sin", "not sin", "everything", "nothing"],
+)
+def test_policies_see_the_names_inside_of_a_forward(policy):
+    executor, x = new_executor(), jnp.linspace(0.1, 1.0, 4)
+    call = lambda x, y: executor(Named(), x, y)
+
+    def sines(f):
+        grad = jax.grad(lambda x: jax.checkpoint(lambda x: (f(x, x) ** 2).sum(), policy=policy)(x))
+        return count("sin", jax.make_jaxpr(grad)(x).jaxpr)
+
+    assert sines(call) == sines(named)
+
+
+def test_forward_without_names_stays_one_operation_under_checkpoint():
+    executor, x = new_executor(), jnp.linspace(0.1, 1.0, 4)
+    policy = jax.checkpoint_policies.save_only_these_names("sin")
+    loss = jax.checkpoint(lambda x: executor(Residuals(), x, x).sum(), policy=policy)
+    assert count("ejkernel_call", jax.make_jaxpr(jax.grad(loss))(x).jaxpr) == 3  # Forward, forward again, backward.
 
 
 def test_compiled_call_freezes_the_backwards_config_too():

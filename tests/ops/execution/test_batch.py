@@ -1,6 +1,8 @@
 """Batches: one selection, made for the batch, on shapes alone; values and gradients equal those of plain JAX."""
 
+import gc
 import json
+import weakref
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +22,7 @@ from ejkernel.ops import (
     default_executor,
     pmap_with_config,
     policy_override,
+    registry,
     specs,
     specs_of,
     vmap_with_config,
@@ -338,8 +341,8 @@ def test_config_that_is_put_for_a_batch_reaches_gradients_that_were_traced_befor
     grad = DERIVATIVES[nest](lambda x, y: executor(kernel, x, y))
     before = grad(x, x)
     asked = []
-    executor.chooser.on_event = lambda name, device, op_id, call_key, **_: asked.append((device, op_id, call_key))
-    jax.vmap(lambda x: executor(kernel, x, x))(x)
+    other = new_executor(on_event=lambda name, device, op_id, call_key, **_: asked.append((device, op_id, call_key)))
+    jax.vmap(lambda x: other(kernel, x, x))(x)
     executor.chooser.cache.put(*asked[-1], Scale(5))
     same(grad(x, x), 5 * before)
 
@@ -554,6 +557,19 @@ def test_kernel_that_is_gone_leaves_its_equations():
     same(jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr))(x, x), [true(x, x)])
 
 
+@pytest.mark.parametrize("place", DERIVATIVES)
+def test_kernel_that_holds_arrays_is_gone_with_its_last_user(place):
+    def run(executor, kernel):
+        f = DERIVATIVES[place](lambda x, y: executor(kernel, x))
+        jax.block_until_ready(f(jnp.ones((2, 3)), jnp.ones((2, 3))))
+        return weakref.ref(kernel)
+
+    gone = run(new_executor(), Weighted(jnp.ones(3)))
+    registry.clear()
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 def test_gradient_outlives_the_kernel(style):
     class Unshared(style):
@@ -743,9 +759,11 @@ class PerAxes:
 
 MOVED = {
     "scan": lambda f: lambda x, y: jax.lax.scan(lambda c, _: (c, f(x, y)), 0, None, length=2)[1],
-    "cond": lambda f: lambda x, y: jax.lax.scan(
-        lambda c, i: (c, jax.lax.cond(i > 0, f, lambda x, y: f(y, x), x, y)), 0, jnp.arange(2)
-    )[1],
+    "cond": lambda f: (
+        lambda x, y: jax.lax.scan(
+            lambda c, i: (c, jax.lax.cond(i > 0, f, lambda x, y: f(y, x), x, y)), 0, jnp.arange(2)
+        )[1]
+    ),
 }
 
 

@@ -171,7 +171,6 @@ def test_batch_that_the_kernel_runs_at_once_is_found(layers):
 X = jnp.linspace(0.1, 1.0, 4)
 
 
-
 def test_forward_that_is_dead_is_not_demanded():
     executor, kernel = new_executor(autotune="frozen"), OwnCustom()
     step = jax.jit(jax.grad(lambda x: executor(kernel, x, x).sum()))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overlay_cache, policy_override
-from ejkernel.ops.config.selection import ConfigNotFoundError
+from ejkernel.ops.config.selection import ConfigNotFoundError, SymbolicCallWarning
 from ejkernel.ops.execution.problem import TuningInputsError
 from ejkernel.ops.execution.tuning import TuningError
 from tests.tuning_kernels import (
@@ -25,6 +25,7 @@ from tests.tuning_kernels import (
     WithCustomVjp,
     WithResiduals,
     Work,
+    call,
 )
 
 X = jnp.linspace(0.1, 1, 8 * 512).reshape(8, 512)  # Large enough for the guess to be slow for sure.
@@ -329,3 +330,42 @@ def test_data_for_tuning_leaves_nothing_of_prepare_in_the_program(capfd):
     jax.block_until_ready(jitted(X))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("prepared") == 1
+
+
+# --- Shapes that are not known ---
+
+DERIVED = {
+    "call": lambda f: f,
+    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    "vmap": jax.vmap,
+    "vmap of grad": lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())),
+}
+
+
+def symbolic(*rest):
+    return jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), *rest), jnp.float32)
+
+
+@pytest.mark.parametrize("place", DERIVED)
+def test_exported_call_of_unknown_size_takes_the_guess_and_says_so_once(place):
+    executor, kernel = tuning_executor(), OwnBackward()
+    f = jax.jit(DERIVED[place](lambda x: executor(kernel, x)))
+    with pytest.warns(SymbolicCallWarning) as told:
+        exported = [jax.export.export(f)(symbolic(size)) for size in (4, 4, 5)]
+    ops = [str(warning.message).partition(":")[0] for warning in told]
+    assert len(set(ops)) == len(ops)
+    assert "(b, 4)" in str(told[0].message)
+    x = X[:3, :4]
+    np.testing.assert_allclose(exported[0].call(x), DERIVED[place](lambda x: 2 * x)(x), rtol=1e-6)
+
+
+def test_call_of_unknown_size_is_served_what_was_put_for_it_and_never_tuned():
+    executor, kernel = tuning_executor(), Doubling()
+    inv = call(kernel, symbolic(4))
+    assert executor.explain(kernel, symbolic(4)).tier == "heuristic"
+    with pytest.raises(TuningInputsError, match="symbolic dimensions cannot be tuned"):
+        QUIET.tune(inv, kernel)
+    with policy_override(autotune="frozen"), pytest.raises(ConfigNotFoundError, match="symbolic dimensions cannot"):
+        executor.choose_config(kernel, symbolic(4))
+    executor.chooser.cache.put(*inv.key, Work(FAST, tag=7))
+    assert executor.choose_config(kernel, symbolic(4)) == Work(FAST, tag=7)
