@@ -128,9 +128,10 @@ def note_owner(kernel: Kernel[Any, Any]) -> None:
 
 
 def _are_related(cls: type, other: type) -> bool:
-    """Whether two classes are one kernel and its variant: of one base that is somebody's own, or one defined anew."""
-    bases = [set(c.__mro__) - set(Kernel.__mro__) for c in (cls, other)]
-    return bool(bases[0] & bases[1]) or _place(cls) == _place(other)
+    """Whether two classes are variants of one kernel, because both inherit what it runs, or one is defined anew."""
+    common = set(cls.__mro__) & set(other.__mro__)
+    inherits = any(name == "run" or name.startswith("run_") for base in common for name in vars(base))
+    return inherits or _place(cls) == _place(other)
 
 
 def forget_owners() -> None:

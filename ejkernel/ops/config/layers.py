@@ -135,10 +135,13 @@ class PackLayer:
         Raises:
           PackError: It cannot.
         """
+        if self._entries is None and self._error is None:
+            try:
+                self.load()
+            except packs.PackError as e:
+                self._error = e
         if self._error is not None:
             raise self._error
-        if self._entries is None:
-            self.load()
 
     def find(self, place: Place) -> StoredEntry | None:
         """Entry at `place`."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry, specs
+from ejkernel.ops.config import selection
 from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
@@ -166,6 +167,8 @@ def tune_each(
     selector: ConfigSelectorChain, calls: Iterable[Invocation[Any, Any]], tuner: Any = None
 ) -> Iterator[Outcome]:
     """Tunes calls one after the other, forwards before the backwards that depend on them."""
+    if tuner is not None:
+        selection.make_tuner(tuner)  # What is no tuner is the caller's mistake, not a call's failure.
     chosen: dict[tuple[str, str], Any] = {}
     for inv in sorted(calls, key=lambda inv: isinstance(inv.kernel, BackwardKernel)):
         assert inv.kernel is not None

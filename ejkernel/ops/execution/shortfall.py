@@ -35,7 +35,7 @@ def shortfall(tuning: Any, place: str) -> str | None:
     if others and guess is not None and guess.status not in _OUT and all(c.status in _OUT for c in others):
         told.append(f"the guess {guess.cfg!r} stays because all other candidates are out ({len(others)})")
     elif tuning.measurement is None and not tuning.rounds:
-        told.append(f"time was over before anything was measured; {tuning.cfg!r} is only a guess. Raise the budget")
+        told.append(f"stopped before anything was measured, and {tuning.cfg!r} is only a guess: raise the budget")
     if not told:
         return None
     reasons = list(grouped(tuning.candidates))

@@ -573,6 +573,18 @@ def test_two_kernels_with_one_op_id_are_told_of():
     executor(Stranger("another"), X)
 
 
+def test_common_base_without_anything_to_run_makes_no_family():
+    class Base(Kernel[Scale, jax.Array]):
+        def heuristic_cfg(self, inv):
+            return Scale()
+
+    executor = new_executor()
+    run = lambda self, x, *, cfg: x
+    executor(type("First", (Base,), {"run": run})("same"), X)
+    with pytest.warns(ConfigClassWarning, match="two kernels with one op id"):
+        executor(type("Second", (Base,), {"run": run})("same"), X)
+
+
 def test_variants_of_one_kernel_may_share_its_op_id():
     executor = new_executor()
     for cls in (Counting, type("Variant", (Counting,), {}), type("Sibling", (Counting,), {})):

@@ -533,7 +533,7 @@ def test_candidate_budget_that_cuts_nothing_is_complete():
 def test_no_time_at_all_gives_the_guess_and_stores_nothing(store):
     selector = ConfigSelectorChain(persistent=store)
     tuner = Autotuner(progress=False, budget_s=0)
-    with pytest.warns(TuningWarning, match=r"tests\.doubling: time was over before anything was measured"):
+    with pytest.warns(TuningWarning, match=r"tests\.doubling: stopped before anything was measured"):
         assert autotune(Doubling(), X, selector=selector, tuner=tuner) == Work(MIDDLE)
     assert len(store) == 0
     assert len(selector.cache) == 0

@@ -419,6 +419,7 @@ class Tolerant(Referenced):
         (lambda: autotune(None, X), "autotune: expected a Kernel instance, got None"),
         (lambda: autotune(Doubling(), X, tuner=30), r"tuner must be an Autotuner, .* got 30\. .*budget_s=30"),
         (lambda: autotune(Doubling(), X, tuner=Autotuner), "tuner must be an Autotuner"),
+        (lambda: autotune_recorded({}, tuner=30), "tuner must be an Autotuner"),
         (
             lambda: autotune(Doubling(), X, selector=new_executor()),
             r"must be a ConfigSelectorChain, got Executor\. .*chooser",
