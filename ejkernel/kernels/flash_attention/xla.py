@@ -123,6 +123,7 @@ def _backward_columns(tiles: _Tiles, saved: tuple[Array, Array, Array], carry: A
         q = tiles.q_block(tiles.q, i)
         dout, lse, delta = (tiles.q_block(x, i) for x in saved)
         s, slope = tiles.scores(q, i, j, masked)
+        s = s if masked else tiles.without_padding(s, j)
         p = jnp.exp(s - lse[..., None])
         dv = dv + tiles.product("bkgqs,bkgqd->bksd", tiles.dropped(p, i, j), dout)
         dp = tiles.dropped(tiles.product("bkgqd,bksd->bkgqs", dout, v), i, j)
@@ -273,6 +274,12 @@ class _Tiles:
             s = s + self._cut(self.bias, i, j).astype(self.dtype)
         return (jnp.where(self._seen(i, j), s, -jnp.inf) if masked else s), slope
 
+    def without_padding(self, s: Array, j: Array) -> Array:
+        """Logits of a tile that is not masked: keys of padding are zeros, but their weights may be infinite."""
+        if not self.kv_len % self.cols:
+            return s
+        return jnp.where(self._places(jnp.zeros_like(j), j)[1] < self.kv_len, s, -jnp.inf)
+
     def dropped(self, x: Array, i: Array, j: Array) -> Array:
         prob = self.rules.dropout_prob
         if not prob:
@@ -331,9 +338,6 @@ class _Tiles:
         # The same bounds from the other side.
         other = None if upper is None else -upper, None if lower is None else -lower
         spans = masks.spans(j * self.cols, self.cols, self.rows, self.q_blocks * self.rows, *other)
-        # Rows of padding have no weights, and keys of padding are zeros: only a bias's gradient would see them.
-        if self.bias is not None and self.kv_len % self.cols:
-            spans = spans._replace(clear=spans.start, clear_end=spans.start)
         return self._over(spans, step, lambda i: self._share(i, j), carry)
 
     def _over(self, spans: masks.Spans, step: Any, share: Callable[[Array], Array], carry: Any) -> Any:
