@@ -134,6 +134,23 @@ def backward(
     return make_fn, saved, None if getattr(forward, "reference", None) is None else truth
 
 
+def under_gradient(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Callable[..., Any] | None:
+    """What runs under `jax.grad` with a config, as a function; None if JAX differentiates what runs without.
+
+    It gives the output, and the gradients; or what is kept for a backward that has configs of its own.
+    """
+    method = _method(inv, kernel, cfg)
+    if method is None:
+        return None
+    own = BackwardKernel.of(kernel)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        residuals, out, dout = _saved(inv, kernel, cfg, args, kwargs)
+        return out, residuals if own is not None else _fitted(method(residuals, out, dout, args, kwargs, cfg), args)
+
+    return run
+
+
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Normal numbers of any floating-point dtype."""
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 16:

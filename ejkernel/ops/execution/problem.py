@@ -25,6 +25,9 @@ from ejkernel.ops.utils import arguments
 _MAX_NOISY = 1 << 24
 """Constants with more elements stay as they are: noise is made on the host."""
 
+UNDER_GRADIENT = "under grad: "
+"""What reasons begin with that concern a gradient, or what is kept for one."""
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -81,7 +84,7 @@ def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = 
 
 
 def from_call(
-    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: bool = False, by_guess: bool = False
+    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, as_given: bool = False, whole: bool = False
 ) -> Problem:
     """The problem of one call, forward or backward.
 
@@ -89,7 +92,8 @@ def from_call(
       inv: The call.
       kernel: Whose call it is.
       as_given: Leave its data alone, whether it tells much or not.
-      by_guess: Compare gradients with the guess's, which cost less than those of a reference.
+      whole: Its functions give what runs under `jax.grad` as well, so that one program tells all about a config; the
+        truth is the guess's.
     """
     args, kwargs = concrete_inputs(inv, kernel)
     if not as_given:
@@ -102,7 +106,7 @@ def from_call(
     mismatch = _mismatch_of(forward_of(kernel))
     if isinstance(kernel, BackwardKernel):
         make_fn, saved, truth = gradients.backward(inv, kernel.forward, args, kwargs)
-        return Problem(inv.op_id, make_fn, (saved, args, kwargs), {}, truth, mismatch)
+        return Problem(inv.op_id, make_fn, (saved, args, kwargs), {}, None if whole else truth, mismatch)
 
     def runner(cfg: Any) -> Callable[..., Any]:
         def run(*a: Any, **k: Any) -> Any:
@@ -112,6 +116,11 @@ def from_call(
 
         return run
 
+    prove_gradient = gradients.prover(inv, kernel, args, kwargs, mismatch, refused, by_guess=whole)
+    if whole:
+        make_fn = lambda cfg: _both(runner(cfg), gradients.under_gradient(inv, kernel, cfg))
+        compare = _mismatch_of_both(mismatch)
+        return Problem(inv.op_id, make_fn, args, kwargs, mismatch=compare, prove_gradient=prove_gradient)
     return Problem(
         inv.op_id,
         runner,
@@ -119,9 +128,26 @@ def from_call(
         kwargs,
         _reference(kernel, args, kwargs),
         mismatch,
-        gradients.prover(inv, kernel, args, kwargs, mismatch, refused, by_guess=by_guess),
+        prove_gradient,
         getattr(kernel, "reference", None),
     )
+
+
+def _both(run: Callable[..., Any], under_gradient: Callable[..., Any] | None) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return run(*args, **kwargs), None if under_gradient is None else under_gradient(*args, **kwargs)
+
+    return both
+
+
+def _mismatch_of_both(mismatch: Callable[[Any, Any], str | None]) -> Callable[[Any, Any], str | None]:
+    def compare(got: Any, want: Any) -> str | None:
+        if (reason := mismatch(got[0], want[0])) is not None:
+            return reason
+        reason = proving.mismatch(got[1], want[1])
+        return None if reason is None else f"{UNDER_GRADIENT}{reason}"
+
+    return compare
 
 
 def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:

@@ -1,12 +1,13 @@
 """Proof: that a config which was tuned for another call computes the same for this one, before it serves it.
 
-It is compared with the guess, which costs what the call itself does: two programs, each run once on made-up data. Only
-where the two differ, or the guess cannot run, is the reference asked, which may cost far more. What was found out is
-remembered, in this process and beside the trials of the call.
+It is compared with the guess: two programs, each run once on made-up data. Only where these differ is it proved as a
+tuning would, with the reference if there is one, which may cost far more. What was found out is remembered, in this
+process and beside the trials of the call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import weakref
@@ -14,12 +15,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ejkernel.ops.config import context
-from ejkernel.ops.config.asking import heuristic, source_of
+from ejkernel.ops.config.asking import forward_of, heuristic, source_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.bench import Bench, Rejected
 from ejkernel.ops.execution.history import History, cfg_id
-from ejkernel.ops.execution.problem import from_call
+from ejkernel.ops.execution.problem import UNDER_GRADIENT, Problem, from_call
 from ejkernel.ops.execution.workers import run_outside
 from ejkernel.ops.execution.workers.process import available_bytes
 from ejkernel.ops.utils import arguments
@@ -76,38 +77,39 @@ def _prove(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, guess:
     if not _is_affordable(inv):
         return Proof("its data would take too much memory to prove it", certain=False)
     try:
-        bench = Bench(from_call(inv, kernel, by_guess=True), timer="wall", compile_s=_COMPILE_S)
-        try:
-            return _compared(bench, inv, kernel, cfg, guess)
-        finally:
-            bench.close()
+        rejected = _differs_from_guess(from_call(inv, kernel, whole=True), cfg, guess)
+        if rejected is not None and getattr(forward_of(kernel), "reference", None) is not None:
+            rejected = _differs_from_reference(from_call(inv, kernel), cfg)
     except Exception as error:  # noqa: BLE001 - whatever is in the way of a proof, there is the guess.
         return Proof(f"it cannot be proved: {type(error).__name__}: {error}", certain=False)
-
-
-def _compared(bench: Bench, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, guess: Any) -> Proof:
-    guessed, built = bench.build([(_GUESS, guess), (_CFG, cfg)])
-    if isinstance(built, Rejected):
-        return _refused(built)
-    has_reference = bench.problem.truth is not None
-    rejected = guessed if isinstance(guessed, Rejected) else _differs(bench, _GUESS)
-    if rejected is not None and has_reference:
-        rejected = _differs(bench, None)
-    if rejected is not None:
-        return _refused(rejected)
-    rejected = bench.prove_gradient(cfg)
-    if rejected is not None and has_reference:
-        rejected = Bench(from_call(inv, kernel), timer="wall").prove_gradient(cfg)
     return Proof(None) if rejected is None else _refused(rejected)
 
 
-def _differs(bench: Bench, truth: int | None) -> Rejected | None:
-    """How the config differs from the guess, or from the reference."""
-    try:
-        bench.set_truth(truth)
-    except Exception as error:  # noqa: BLE001 - then there is nothing to compare with.
-        return Rejected("failed", f"what it is compared with: {type(error).__name__}: {error}")
-    return bench.prove(_CFG)
+def _differs_from_guess(problem: Problem, cfg: Any, guess: Any) -> Rejected | None:
+    with _bench(problem) as bench:
+        guessed, built = bench.build([(_GUESS, guess), (_CFG, cfg)])
+        for each in (built, guessed):
+            if isinstance(each, Rejected):
+                return each
+        bench.set_truth(_GUESS)
+        rejected = bench.prove(_CFG)
+        if rejected is not None and rejected.reason.startswith(UNDER_GRADIENT):
+            # What is kept for a backward may differ, and its gradients be right.
+            rejected = bench.prove_gradient(cfg)
+        return rejected
+
+
+def _differs_from_reference(problem: Problem, cfg: Any) -> Rejected | None:
+    with _bench(problem) as bench:
+        (built,) = bench.build([(_CFG, cfg)])
+        if isinstance(built, Rejected):
+            return built
+        bench.set_truth(None)
+        return bench.prove(_CFG) or bench.prove_gradient(cfg)
+
+
+def _bench(problem: Problem) -> contextlib.closing[Bench]:
+    return contextlib.closing(Bench(problem, timer="wall", compile_s=_COMPILE_S))
 
 
 def _refused(rejected: Rejected) -> Proof:

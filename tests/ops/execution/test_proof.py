@@ -170,6 +170,28 @@ def test_backward_with_its_own_configs_is_proved_on_its_own(setting):
         np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: executor(kernel, x).sum()))(x), 2.0)
 
 
+class OtherResiduals(Total):
+    """Keeps something else with every config, all of it right for its backward."""
+
+    def run(self, x, *, cfg):
+        return 2 * x
+
+    def fwd_with_residuals(self, x, *, cfg):
+        return 2 * x, jnp.full((cfg.size,), 2.0)
+
+    def vjp(self, residuals, out, dout, x, *, cfg):
+        return (residuals[0] * dout,)
+
+    def heuristic_cfg_vjp(self, inv):
+        return Chunks()
+
+
+def test_what_is_kept_for_the_backward_may_differ_if_the_gradient_is_right(setting):
+    executor, kernel, x = setting(OtherResiduals()), OtherResiduals(), jnp.arange(23.0)
+    assert executor.choose_config(kernel, x) == Chunks(8)
+    np.testing.assert_array_equal(jax.grad(lambda x: executor(kernel, x).sum())(x), 2.0)
+
+
 def test_proof_is_made_once_and_remembered(setting, monkeypatch, tmp_path):
     built = count_builds(monkeypatch)
     for kernel, n in ((Total("right"), 32), (Dropping("wrong"), 23)):
