@@ -14,11 +14,14 @@ from typing import Any
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry, specs
 from ejkernel.ops.config import selection
-from ejkernel.ops.config.asking import on_its_platform
+from ejkernel.ops.config.asking import on_its_platform, place_of
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
+<<<<<<< HEAD
 from ejkernel.ops.execution import fleet, shortfall
+=======
+>>>>>>> 17869b8 (Many calls' shortfalls go into the log)
 from ejkernel.ops.execution.report import Tuning
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.utils import meta
@@ -185,7 +188,8 @@ def tune_each(
             yield Outcome(inv, None, fleet.unmeasured(tuning, getattr(measuring, "budget_s", None)))
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
-            shortfall.warn(tuning, here, inv.kernel, stacklevel=2)
+            if (text := tuning.shortfall(place_of(here, inv.kernel))) is not None:
+                logger.warning("%s %s: %s", inv.op_id, inv.call_key, text)
             yield Outcome(inv, tuning)
 
 

@@ -296,7 +296,7 @@ class WholeCall:
         if attempt is None:
             attempt = self.pipeline.backward_attempt(self.fixed, forward)
         else:
-            part = replace(part, pinned=lambda: attempt)
+            part = replace(part, pinned=lambda attempt=attempt: attempt)
         return flat.restore(self._bound(part, operands, attempt))
 
     def _shares_cfg(self, forward: Attempt) -> bool:

@@ -320,6 +320,8 @@ def _batches_after_prepare(
     kernel: Kernel[Any, Any], batches: Sequence[Batch], args: Args, kwargs: Kwargs
 ) -> list[Batch]:
     """The batches of the arguments of a call, innermost first, as they are of what `kernel.prepare` makes of them."""
+    if getattr(kernel.prepare, "__func__", None) is Kernel.prepare:
+        return list(batches)
     arrays, statics = arguments.split((args, kwargs))
     found: list[Batch] = []
 

@@ -319,6 +319,13 @@ def test_one_kernel_that_fails_does_not_cost_the_others_their_tuning(setting):
     assert [entry.op_id for entry in result] == ["harmless"]
 
 
+def test_candidates_that_are_all_out_are_told_in_the_log(caplog):
+    selector = ConfigSelectorChain(tuner=Autotuner(progress=False))
+    lowered = jax.jit(lambda x: Executor(selector)(Plain("wrong"), x, x)).lower(X)
+    assert len(autotune_lowered(selector, lowered)) == 1
+    assert "the guess Scale(factor=1) stays because all other candidates are out (1)" in caplog.text
+
+
 def test_budget_that_ends_before_anything_is_measured_is_not_a_result(setting):
     selector, executor, kernel = setting
     lowered = jax.jit(lambda x: executor(kernel, x, x)).lower(X)

@@ -138,7 +138,6 @@ WAYS = {
     "jit": jax.jit,
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
     "scan": lambda f: lambda x: jax.lax.scan(lambda c, y: (c, f(y)), 0, x[None])[1][0],
-    "remat": lambda f: jax.jit(jax.checkpoint(f)),
 }
 
 
