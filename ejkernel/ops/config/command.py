@@ -30,9 +30,11 @@ def tune_command(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
     """What to type so that a call gets a config; if its arguments cannot be typed, how to record it first."""
     owner = forward_of(kernel)
     arrays = list(itertools.takewhile(arguments.is_array, inv.abstract_args))
-    # A kernel whose `prepare` makes something else of its keywords may say what they were.
-    describe = getattr(owner, "describe_keywords", lambda inv: inv.abstract_kwargs)
-    keywords = dict(describe(replace(inv, kernel=owner)))
+    # A kernel whose `prepare` makes something else of its keywords says what they were.
+    keywords = dict(inv.abstract_kwargs)
+    if type(owner).describe_keywords is not Kernel.describe_keywords:
+        given = {name: value for name, value in keywords.items() if arguments.is_array(value)}
+        keywords = {**owner.describe_keywords(replace(inv, kernel=owner)), **given}
     if not _is_made_by_name(owner) or not _is_same_call(inv, owner, arrays, keywords):
         return _RECORDED
     words = ["ejkernel", "tune", f"{type(owner).__module__}:{type(owner).__qualname__}"]

@@ -18,10 +18,7 @@ from ejkernel.ops.config.asking import on_its_platform, place_of
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
-<<<<<<< HEAD
-from ejkernel.ops.execution import fleet, shortfall
-=======
->>>>>>> 17869b8 (Many calls' shortfalls go into the log)
+from ejkernel.ops.execution import fleet
 from ejkernel.ops.execution.report import Tuning
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.utils import meta

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel import _compat
 from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, PersistentCache, policy_override
-from ejkernel.ops.config import selection
 from ejkernel.ops.execution import proof
 from ejkernel.ops.execution.bench import Bench
 
@@ -249,11 +249,14 @@ def test_call_too_large_to_be_made_up_takes_the_guess(setting, monkeypatch):
     assert "too much memory" in str(executor.explain(Total(), jnp.ones(32)))
 
 
-def test_one_of_many_processes_takes_the_guess(setting, monkeypatch):
-    executor = setting(Total())
-    monkeypatch.setattr(selection, "agreement_here", lambda: object())
+def test_collective_kernel_of_many_processes_takes_the_guess(setting, monkeypatch):
+    class Together(Total):
+        collective = True
+
+    executor = setting(Together())
+    monkeypatch.setattr(_compat, "distributed_client", object)
     with policy_override(agree=False):
-        assert executor.choose_config(Total(), jnp.ones(32)) == Chunks(1)
+        assert executor.choose_config(Together(), jnp.ones(32)) == Chunks(1)
 
 
 @pytest.mark.parametrize("context", [partial(jax.debug_nans, True), partial(jax.enable_x64, True)], ids=["nans", "x64"])

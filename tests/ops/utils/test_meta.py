@@ -12,6 +12,7 @@ from ejkernel.ops import (
     LABEL_RE,
     ConfigSelectorChain,
     Executor,
+    Kernel,
     extract_labels_from_hlo_text,
     find_labels_in_lowered,
     label,
@@ -62,7 +63,7 @@ def test_readable_label_holds_the_config_in_use_whatever_it_is(monkeypatch):
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", "json")
     executor, kernel = new_executor(), OwnBackward("op")
     for cfg in (Scale(7), Awkward(), {"block": (1, 2)}):
-        for form in lowered_forms(lambda x: executor(NoMatter("op"), x, cfg=cfg), X):  # noqa: B023
+        for form in lowered_forms(lambda x: executor(NoMatter(cfg), x, cfg=cfg), X):  # noqa: B023
             assert meta.parse_label(*find_labels_in_lowered(form)).cfg == json.loads(stable_json(cfg))
     executor.chooser.cache.put(*executor.explain(kernel, X, X).key, Scale(5))
     for form in lowered_forms(jax.grad(lambda x: executor(kernel, x, x).sum()), X):
@@ -70,7 +71,16 @@ def test_readable_label_holds_the_config_in_use_whatever_it_is(monkeypatch):
         assert found == {"op": {"factor": 5}, "op.vjp": {"factor": 1}}
 
 
-class NoMatter(Plain):
+class NoMatter(Kernel):
+    """Takes a config of any class: its guess is one too."""
+
+    def __init__(self, cfg):
+        super().__init__("op")
+        self.cfg = cfg
+
+    def heuristic_cfg(self, inv):
+        return self.cfg
+
     def run(self, x, *, cfg):
         return jnp.sin(x)
 
