@@ -107,7 +107,8 @@ def backward(
     out: Array,
 ) -> tuple[Array, Array, Array, None]:
     """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
-    return *_gradients(_rules(rules), query, key, value, out, lse, dout), None
+    dq, dk, dv = _gradients(_rules(rules), query, key, value, out, lse, dout)
+    return dq, dk, dv, None
 
 
 def _gradients(rules: dict[str, Any], *arrays: Array) -> tuple[Array, ...]:
