@@ -45,7 +45,8 @@ bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
 	$(BIN)/python benchmarks/devices.py
 	$(BIN)/python -m benchmarks.racing
 	$(BIN)/python benchmarks/tuning.py
-	$(BIN)/python -m benchmarks.flash_attention
+	$(BIN)/python -m benchmarks.operation flash_attention
+	$(BIN)/python -m benchmarks.operation rms_norm
 
 lock: $(STAMP)  ## Resolve the pinned versions anew.
 	$(BIN)/pip install --quiet uv

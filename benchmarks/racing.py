@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ejkernel.ops.execution.racing import DEVICE_TIME, WALL_CLOCK, Race, RaceResult
+from ejkernel.ops.tuning.racing import DEVICE_TIME, WALL_CLOCK, Race, RaceResult
 
 CANDIDATES = 64
 PERSISTENCE = 0.99  # Of the slow wander of the clock, from one run to the next.

@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.store import entry as entries
+from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.params import FwdParams
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.execution import robust, timers
+from ejkernel.ops.tuning import robust, timers
 
 SIZES = {"cpu": (64, 512, 1024), "gpu": (256, 1024, 4096, 8192), "tpu": (256, 1024, 4096, 8192)}
 

@@ -15,8 +15,8 @@ import jax
 from transformer import batches, new_training, train
 
 from ejkernel.ops import Autotuner, ConfigSelectorChain, PersistentCache, autotune_lowered, get_invocations
-from ejkernel.ops.config import packs
-from ejkernel.ops.config.layers import entries_of
+from ejkernel.ops.store import packs
+from ejkernel.ops.store.layers import entries_of
 
 
 def tune(pack, budget_s):

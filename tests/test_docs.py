@@ -15,9 +15,9 @@ from rich.console import Console
 from ejkernel.modules import FlashAttentionConfig
 from ejkernel.ops import FwdParams, Measurement
 from ejkernel.ops.core import dispatch
-from ejkernel.ops.execution import racing
-from ejkernel.ops.execution.report import Candidate, Tuning
-from ejkernel.ops.execution.standings import Estimate
+from ejkernel.ops.tuning import racing
+from ejkernel.ops.tuning.outcome import Candidate, Tuning
+from ejkernel.ops.tuning.standings import Estimate
 from ejkernel.ops.utils import env
 from scripts.run_page import PageError, commands, matches, run_command
 

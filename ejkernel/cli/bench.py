@@ -20,10 +20,10 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.execution.bench import Bench, Rejected
-from ejkernel.ops.execution.problem import Problem, from_call
-from ejkernel.ops.execution.report import Measurement
-from ejkernel.ops.execution.standings import Estimate
+from ejkernel.ops.tuning.bench import Bench, Rejected
+from ejkernel.ops.tuning.outcome import Measurement
+from ejkernel.ops.tuning.problem import Problem, from_call
+from ejkernel.ops.tuning.standings import Estimate
 
 Say = Callable[[str], None]
 _REFERENCE = "reference"

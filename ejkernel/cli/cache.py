@@ -21,11 +21,11 @@ from ejkernel.cli.output import (
     working,
 )
 from ejkernel.cli.store import open_store, why_nothing
-from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config import layers, merging, packs, upkeep
-from ejkernel.ops.config.entry import StoredEntry
-from ejkernel.ops.config.merging import Difference
-from ejkernel.ops.execution.report import time_text
+from ejkernel.ops.store import entry as entries
+from ejkernel.ops.store import layers, merging, packs, upkeep
+from ejkernel.ops.store.entry import StoredEntry
+from ejkernel.ops.store.merging import Difference
+from ejkernel.ops.tuning.outcome import time_text
 from ejkernel.report.summary import keywords_of, summarise
 
 app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")

@@ -11,12 +11,11 @@ import jax
 from ejkernel.cli import jax_start, operations
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
 from ejkernel.errors import EjkernelError
-from ejkernel.ops import specs
 from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.execution import offline
 from ejkernel.ops.execution.pipeline import backward_invocation, invocation, prepared
+from ejkernel.ops.offline import programs, specs
 
 Call = Invocation[Any, Any]
 _MISSING = re.compile(r"missing \d+ required (?P<kind>positional|keyword-only) arguments?: (?P<names>.+)")
@@ -100,8 +99,8 @@ def _recorded(path: Path) -> tuple[list[Call], list[str]]:
 
 
 def _labelled(path: Path, specs_file: Path | None) -> tuple[list[Call], list[str]]:
-    labels = offline.labels_of(path)
-    calls, missing = offline.match(labels, specs_file)
+    labels = programs.labels_of(path)
+    calls, missing = programs.match(labels, specs_file)
     if not labels:
         hint = "the text of a Lowered has them only with as_text(debug_info=True)."
         return [], [f"{path}: the program has no labels; {hint}"]

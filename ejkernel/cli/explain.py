@@ -12,14 +12,14 @@ from ejkernel.cli.options import AsJson, Grad, Settings, Store
 from ejkernel.cli.output import counted, print_json, short_arguments, short_cfg, tell, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.differences import closest
-from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution.executor import Executor, Explanation
+from ejkernel.ops.store.differences import closest
+from ejkernel.ops.store.persistent import PersistentCache
 
 _STORED = ("memory", "persistent")
 

@@ -14,8 +14,8 @@ from ejkernel.cli.options import AsJson, Store
 from ejkernel.cli.output import counted, print_json, print_table, tell, working
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config import layers, packs, provenance
 from ejkernel.ops.core import dispatch
+from ejkernel.ops.store import layers, packs, provenance
 
 _MODULES = {
     "triton": "jax.experimental.pallas.triton",
@@ -77,7 +77,7 @@ def kernels(as_json: AsJson = False) -> None:
 def _info(store: str | None) -> dict[str, Any]:
     import jax
 
-    from ejkernel.ops.execution import timers
+    from ejkernel.ops.tuning import timers
     from ejkernel.ops.utils.fingerprint import current_device, device_fingerprint
 
     cache = open_store(store)

@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops import specs
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.offline import specs
 
 ENTRY_POINTS = "ejkernel.kernels"
 

@@ -12,7 +12,7 @@ from ejkernel.cli.options import AsJson, OnlyDevice, OnlyOp, Store
 from ejkernel.cli.output import check_file, counted, print_json, printable, tell, working
 from ejkernel.cli.store import open_store, why_nothing
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config import layers, store_files
+from ejkernel.ops.store import files, layers
 
 
 def report(
@@ -65,7 +65,7 @@ def report(
 
 def _write(page: str, out: Path, calls: int, as_json: bool) -> None:
     data = page.encode()
-    store_files.write(out.expanduser().absolute(), data)
+    files.write(out.expanduser().absolute(), data)
     if as_json:
         print_json({"path": str(out), "calls": calls, "bytes": len(data)})
     else:

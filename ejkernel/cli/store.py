@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection
 
-from ejkernel.ops.config.entry import StoredEntry
-from ejkernel.ops.config.persistent import PersistentCache, StoreSettingError
+from ejkernel.ops.store.entry import StoredEntry
+from ejkernel.ops.store.persistent import PersistentCache, StoreSettingError
 
 
 def open_store(path: str | None) -> PersistentCache:

@@ -16,14 +16,13 @@ from ejkernel.cli.options import AsJson, Grad, NoTrials, Settings, Store
 from ejkernel.cli.output import check_file, counted, print_json, print_table, short_arguments, short_repr, tell
 from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
-from ejkernel.ops import specs
-from ejkernel.ops.config import packs
-from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.execution import fleet, offline
-from ejkernel.ops.execution.report import time_text
-from ejkernel.ops.execution.tuner import Autotuner
+from ejkernel.ops.offline import fleet, programs, specs
+from ejkernel.ops.store import packs
+from ejkernel.ops.store.persistent import PersistentCache
+from ejkernel.ops.tuning.outcome import time_text
+from ejkernel.ops.tuning.tuner import Autotuner
 from ejkernel.ops.utils import meta
 
 Row = dict[str, Any]
@@ -107,7 +106,7 @@ def labels(
     as_json: AsJson = False,
 ) -> None:
     """List the ejkernel calls in a program; exit code 1 if there are none."""
-    found = [meta.parse_label(text) for text in offline.labels_of(program)]
+    found = [meta.parse_label(text) for text in programs.labels_of(program)]
     known = {(s["op_id"], s["call_key"]): s["signature"] for s in (specs.read(specs_file) if specs_file else [])}
     if as_json:
         print_json([{"op_id": p.op_id, "call_key": p.call_key, "prefix": p.prefix} for p in found])
@@ -164,7 +163,7 @@ def _tune_here(
     cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any]
 ) -> Generator[Row, None, None]:
     selector, tuner = ConfigSelectorChain(persistent=cache), Autotuner(**settings)
-    for outcome in offline.tune_each(selector, found, tuner):
+    for outcome in programs.tune_each(selector, found, tuner):
         tuning = outcome.tuning
         if tuning is None:
             yield _row(outcome.inv.key, error=outcome.error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,21 +12,21 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from ejkernel.kernels.flash_attention import masks, reference, spaces, xla
+from ejkernel.kernels.flash_attention import masks, reference, xla
 from ejkernel.kernels.flash_attention.arguments import (
+    Attention,
     AttentionArgumentError,
     Causal,
-    Extras,
     Rules,
     canonical,
     keywords_of,
 )
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch
-from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.core.operation import DifferentiableOperation
 from ejkernel.ops.utils import arguments
-from ejkernel.ops.utils.fingerprint import current_device, device_kind
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
 if TYPE_CHECKING:
@@ -51,6 +50,9 @@ class FlashAttentionConfig:
     platform: Platform | None = None
 
 
+_KERNELS = "ejkernel.kernels.flash_attention"
+
+
 class Saved(NamedTuple):
     """What a forward leaves for any backward."""
 
@@ -58,7 +60,7 @@ class Saved(NamedTuple):
     """Natural logarithms, [batch, heads, q], float32; float64 for float64 arguments."""
 
 
-class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
+class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
     """`softmax(query key^T scale + bias) value`, tiled; see `flash_attention` for the arguments.
 
     Arguments that get gradients are positional: query, key, value, bias, softmax_aux.
@@ -68,10 +70,17 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     """
 
     version = "1"
+    backends = (
+        Backend("cudnn", f"{_KERNELS}.cudnn", capability=(8, 0)),
+        Backend("mosaic", f"{_KERNELS}.hopper", MosaicFwdConfig, MosaicBwdConfig, capability=(9, 0), thorough=True),
+        Backend("triton", f"{_KERNELS}.triton", FwdParams, BwdParams, capability=(8, 0), interpret=True),
+        Backend("pallas", f"{_KERNELS}.pallas", FwdParams, BwdParams, interpret=True),
+        Backend("xla", xla, FwdParams, BwdParams),
+    )
+    workload_module = f"{_KERNELS}.workloads"
 
     def __init__(self, *, interpret: bool = False) -> None:
-        super().__init__(name="flash_attention")
-        self.interpret = interpret
+        super().__init__("flash_attention", interpret=interpret)
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments; afterwards there are five positional ones, `rules` and the arrays that are given."""
@@ -99,198 +108,45 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         platform = inv.kwargs.get("platform")
         return written if platform is None else {**written, "platform": platform}
 
-    # --- Which implementations can serve ---
-
-    def supports(self, inv: Invocation[Any, Any], platform: str) -> bool | str:
-        """Whether `platform` can serve the forward, or the backward if `inv` is one."""
-        asked = inv.kwargs.get("platform")
-        if asked not in (None, platform):
-            return f"the call asks for platform={asked!r}"
-        reason = self._unsupported(platform, inv, backward=isinstance(inv.kernel, BackwardKernel))
-        return True if reason is None else reason
-
-    def _unsupported(self, platform: str, inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-        q, k, v, *_ = inv.args
-        extras, rules = _extras(inv.args, inv.kwargs), inv.kwargs["rules"]
-        if platform == "xla":
-            return None
-        kind = "tpu" if platform == "pallas" else "gpu"
-        interpreted = self.interpret and platform in ("triton", "pallas")
-        if not interpreted and device_kind() != kind:
-            return f"{platform} needs a {kind.upper()}, this is a {device_kind().upper()}"
-        module = self._module(platform)
-        if platform == "pallas":
-            return module.unsupported(q, k, v, extras, rules)
-        capability = (8, 0) if interpreted else _capability()
-        if platform in ("mosaic", "cudnn"):
-            return module.unsupported(q, k, v, extras, rules, capability=capability, backward=backward)
-        return module.unsupported(q, k, v, extras, rules, capability)
-
-    # --- Configs ---
-
-    def heuristic_cfg(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
-        """Prefers cuDNN where it can serve, then what is written for the device, then XLA."""
-        platform = self._serving(inv, backward=False)[0]
-        return FlashAttentionConfig(fwd_params=spaces.forward_space(platform, inv)[0], platform=platform)
-
-    def config_space(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
-        """The tiles of every implementation that can serve the call."""
-        platforms = self._serving(inv, backward=False)
-        found = {on: spaces.few(on, platforms, spaces.forward_space(on, inv)) for on in platforms}
-        return [FlashAttentionConfig(fwd_params=p, platform=on) for on in platforms for p in found[on]]
-
-    def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
-        """The forward's own implementation if it has a backward for the call, else the best that has."""
-        serving = self._serving(inv, backward=True)
-        platform = inv.platform if inv.platform in serving else serving[0]
-        return FlashAttentionConfig(bwd_params=spaces.backward_space(platform, inv)[0], platform=platform)
-
-    def config_space_vjp(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
-        """The tiles of every implementation whose backward can serve the call."""
-        platforms = self._serving(inv, backward=True)
-        found = {on: spaces.few(on, platforms, spaces.backward_space(on, inv)) for on in platforms}
-        return [FlashAttentionConfig(bwd_params=p, platform=on) for on in platforms for p in found[on]]
-
-    def cfg_vjp(self, cfg: FlashAttentionConfig) -> FlashAttentionConfig | None:
-        """The backward's part of a config that has one."""
-        return None if cfg.bwd_params is None else FlashAttentionConfig(None, cfg.bwd_params, cfg.platform)
-
-    def _serving(self, inv: Invocation[Any, Any], *, backward: bool) -> list[Platform]:
-        """Implementations that can serve a call, the most promising first."""
-        asked = inv.kwargs.get("platform")
-        order: tuple[Platform, ...] = _PREFERENCE[device_kind()]
-        if self.interpret and inv.platform is not None and inv.platform not in order:
-            order = (inv.platform, *order)  # pyright: ignore[reportAssignmentType]
-        return [p for p in order if asked in (None, p) and self._unsupported(p, inv, backward=backward) is None] or [
-            "xla"
-        ]
-
     # --- Running ---
 
-    def run_xla(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Array:
-        """Tiles in plain XLA."""
-        return self._forward("xla", args, kwargs, cfg)[0]
-
-    def fwd_with_residuals_xla(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> tuple[Array, Saved]:
-        """Tiles in plain XLA."""
-        return self._forward("xla", args, kwargs, cfg)
-
-    def vjp_xla(self, saved: Saved, out: Array, dout: Array, *args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Tiles in plain XLA."""
-        return self._backward("xla", saved, out, dout, args, kwargs, cfg)
-
-    def run_triton(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Array:
-        """A kernel in Pallas' Triton dialect."""
-        return self._forward("triton", args, kwargs, cfg)[0]
-
-    def fwd_with_residuals_triton(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> tuple[Array, Saved]:
-        """A kernel in Pallas' Triton dialect."""
-        return self._forward("triton", args, kwargs, cfg)
-
-    def vjp_triton(self, saved: Saved, out: Array, dout: Array, *args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Two kernels in Pallas' Triton dialect: for queries, and for keys and values."""
-        return self._backward("triton", saved, out, dout, args, kwargs, cfg)
-
-    def run_pallas(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Array:
-        """A kernel in Pallas for TPUs."""
-        return self._forward("pallas", args, kwargs, cfg)[0]
-
-    def fwd_with_residuals_pallas(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> tuple[Array, Saved]:
-        """A kernel in Pallas for TPUs."""
-        return self._forward("pallas", args, kwargs, cfg)
-
-    def vjp_pallas(self, saved: Saved, out: Array, dout: Array, *args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Two kernels in Pallas for TPUs: for queries, and for keys and values."""
-        return self._backward("pallas", saved, out, dout, args, kwargs, cfg)
-
-    def run_mosaic(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Array:
-        """A kernel in Pallas' Mosaic dialect, for Hopper."""
-        return self._forward("mosaic", args, kwargs, cfg)[0]
-
-    def fwd_with_residuals_mosaic(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> tuple[Array, Saved]:
-        """A kernel in Pallas' Mosaic dialect, for Hopper."""
-        return self._forward("mosaic", args, kwargs, cfg)
-
-    def vjp_mosaic(self, saved: Saved, out: Array, dout: Array, *args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """One kernel in Pallas' Mosaic dialect, for Hopper, for all three gradients."""
-        return self._backward("mosaic", saved, out, dout, args, kwargs, cfg)
-
-    def run_cudnn(self, query: Array, key: Array, value: Array, *_: Any, rules: Rules, **kwargs: Any) -> Array:
-        """The forward of cuDNN."""
-        return self._module("cudnn").run(query, key, value, rules)
-
-    def fwd_with_residuals_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> tuple[Array, Saved]:
-        """The forward of cuDNN."""
-        return self._forward("cudnn", args, kwargs, cfg)
-
-    def vjp_cudnn(self, saved: Saved, out: Array, dout: Array, *args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The backward of cuDNN."""
-        return self._backward("cudnn", saved, out, dout, args, kwargs, cfg)
-
     def _forward(
-        self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
+        self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
     ) -> tuple[Array, Saved]:
-        extras, rules = _extras(args, kwargs), kwargs["rules"]
-        params = _checked(platform, "fwd_params", cfg.fwd_params, (FwdParams, MosaicFwdConfig))
-        out, sums = self._module(platform).forward(*args[:3], extras, rules, params, **self._options(platform))
+        call, params = Attention.of(args, kwargs), self._params(backend, cfg)
+        out, sums = backend.functions.forward(*call, params, **self._options(backend))
         return out, Saved(sums)
 
-    def _backward(
-        self,
-        platform: str,
-        saved: Saved,
-        out: Array,
-        dout: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cfg: FlashAttentionConfig,
+    def run_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Array:
+        """The forward of cuDNN."""
+        call = Attention.of(args, kwargs)
+        return self.backend("cudnn").functions.run(call.query, call.key, call.value, call.rules)
+
+    def vjp_on(
+        self, backend: Backend, saved: Saved, out: Array, dout: Array, /, *args: Any, cfg: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
-        rules: Rules = kwargs["rules"]
-        extras, module, options = _extras(args, kwargs), self._module(platform), self._options(platform)
-        lse, rest = saved.sums
-        params = _checked(platform, "bwd_params", cfg.bwd_params, (BwdParams, MosaicBwdConfig))
-        delta = masks.row_products(out, dout, lse.dtype) if rules.normalize else jnp.zeros_like(lse)
-        aux = extras.softmax_aux
+        """The gradients, one per positional argument."""
+        call, (lse, rest) = Attention.of(args, kwargs), saved.sums
+        params = self._params(backend, cfg, backward=True)
+        delta = masks.row_products(out, dout, lse.dtype) if call.rules.normalize else jnp.zeros_like(lse)
+        aux = call.extras.softmax_aux
         dsinks = None if aux is None else masks.sinks_gradient(saved.sums, delta, aux)
-        if platform == "mosaic":
-            options = {"out": out, "rest": rest}
+        if backend.platform == "mosaic":
+            options: dict[str, Any] = {"out": out, "rest": rest}
         else:
             dout, delta = masks.unlost(dout, delta, rest)
-            options = {"out": out} if platform == "cudnn" else options
-        dq, dk, dv, dbias = module.backward(*args[:3], extras, rules, lse, delta, dout, params, **options)
+            options = {"out": out} if backend.platform == "cudnn" else self._options(backend)
+        dq, dk, dv, dbias = backend.functions.backward(*call, lse, delta, dout, params, **options)
         return dq, dk, dv, dbias, dsinks
-
-    def _module(self, platform: str) -> Any:
-        """The module with `forward` and `backward` for a platform."""
-        if platform == "mosaic":
-            from ejkernel.kernels.flash_attention import hopper
-
-            return hopper
-        if platform == "cudnn":
-            from ejkernel.kernels.flash_attention import cudnn
-
-            return cudnn
-        if platform == "triton":
-            from ejkernel.kernels.flash_attention import triton
-
-            return triton
-        if platform == "pallas":
-            from ejkernel.kernels.flash_attention import pallas
-
-            return pallas
-        return xla
-
-    def _options(self, platform: str) -> dict[str, Any]:
-        return {"interpret": self.interpret} if platform in ("triton", "pallas") else {}
 
     # --- Proving and tuning ---
 
     def reference(self, *args: Any, rules: Rules, platform: str | None = None, **kwargs: Any) -> Array:
         """The textbook's attention in float32; above its size limit XLA tiles of float32 arguments."""
-        (q, k, v, *_), extras = args, _extras(args, kwargs)
-        if reference.too_large(q, k) is None:
-            return reference.attention(q, k, v, extras, rules)
-        return reference.tiled(args, extras, rules)
+        call = Attention.of(args, {"rules": rules, **kwargs})
+        if reference.too_large(call.query, call.key) is None:
+            return reference.attention(*call)
+        return reference.tiled(args, call.extras, rules)
 
     def mismatch(self, got: Any, want: Any) -> str | None:
         """As a whole, gradients in 16 bits are good to a thousandth or so; single elements may be far off.
@@ -299,7 +155,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         large numbers, one of them from the rounded output: all implementations err there, by a tenth of a typical
         element.
         """
-        from ejkernel.ops.execution import proving
+        from ejkernel.ops.tuning import proving
 
         return proving.mismatch(got, want, {"bfloat16": 0.5, "float16": 0.1}) or proving.norm_mismatch(
             got, want, {"bfloat16": 1e-2, "float16": 2e-3}
@@ -316,32 +172,6 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
 
 _ARGUMENTS = inspect.signature(canonical)
 _POSITIONAL = ("bias", "softmax_aux")
-_PREFERENCE: dict[str, tuple[Platform, ...]] = {
-    "gpu": ("cudnn", "mosaic", "triton", "xla"),
-    "tpu": ("pallas", "xla"),
-    "cpu": ("xla",),
-}
-
-
-def _extras(args: tuple[Any, ...], kwargs: Any) -> Extras:
-    arrays = {name: kwargs[name] for name in Extras._fields if name in kwargs}
-    return Extras(bias=args[3], softmax_aux=args[4], **arrays)
-
-
-def _capability() -> tuple[int, int]:
-    """Compute capability of the NVIDIA GPU that calls run on; (0, 0) for others."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(current_device(), "compute_capability", "")))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _checked(platform: str, name: str, params: Any, kinds: tuple[type, type]) -> Any:
-    """`params`, if they are of the kind that the implementation takes."""
-    kind = kinds[platform == "mosaic"]
-    if params is not None and not isinstance(params, kind):
-        raise AttentionArgumentError(
-            f"cfg.{name} must be {kind.__name__} for platform {platform!r}, got {type(params).__name__}."
-        )
-    return params
 
 
 # --- Data for tuning ---
@@ -498,8 +328,7 @@ def _is_whole(x: Any) -> bool:
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Array:
     if kwargs.get("platform") == "reference":
-        args, kwargs = _kernel.prepare(*args, **kwargs)
-        return reference.attention(args[0], args[1], args[2], _extras(args, kwargs), kwargs["rules"])
+        return reference.attention(*Attention.of(*_kernel.prepare(*args, **kwargs)))
     return _kernel(*args, **kwargs) if cfg is None else _kernel(*args, cfg=cfg, **kwargs)
 
 

@@ -35,6 +35,9 @@ from ejkernel.ops.utils.meta import label as label
 from ejkernel.ops.utils.meta import labels_to_configs as labels_to_configs
 from ejkernel.ops.utils.params import BwdParams as BwdParams
 from ejkernel.ops.utils.params import FwdParams as FwdParams
+from ejkernel.ops.wiring import connect as _connect
+
+_connect()
 
 __all__ = [
     "LABEL_RE",
@@ -91,24 +94,21 @@ _LAZY = {
     "Autotuner": "execution.tuning",
     "Entry": "execution.tuning",
     "Measurement": "execution.tuning",
-    "PersistentCache": "config.persistent",
+    "PersistentCache": "store.persistent",
     "autotune": "execution.tuning",
-    "autotune_lowered": "execution.offline",
+    "autotune_lowered": "offline.programs",
     "autotune_recorded": "execution.tuning",
     "benchmark": "execution.tuning",
     "from_json": "utils.serialize",
     "pmap_with_config": "execution.batch",
-    "specs_of": "execution.offline",
+    "specs_of": "offline.programs",
     "to_json": "utils.serialize",
     "vmap_with_config": "execution.batch",
 }
 
 if TYPE_CHECKING:
-    from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
     from ejkernel.ops.execution.batch import pmap_with_config as pmap_with_config
     from ejkernel.ops.execution.batch import vmap_with_config as vmap_with_config
-    from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
-    from ejkernel.ops.execution.offline import specs_of as specs_of
     from ejkernel.ops.execution.tuning import Autotuner as Autotuner
     from ejkernel.ops.execution.tuning import AutotuningResult as AutotuningResult
     from ejkernel.ops.execution.tuning import Entry as Entry
@@ -116,6 +116,9 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.tuning import autotune as autotune
     from ejkernel.ops.execution.tuning import autotune_recorded as autotune_recorded
     from ejkernel.ops.execution.tuning import benchmark as benchmark
+    from ejkernel.ops.offline.programs import autotune_lowered as autotune_lowered
+    from ejkernel.ops.offline.programs import specs_of as specs_of
+    from ejkernel.ops.store.persistent import PersistentCache as PersistentCache
     from ejkernel.ops.utils.serialize import from_json as from_json
     from ejkernel.ops.utils.serialize import to_json as to_json
 

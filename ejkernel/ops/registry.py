@@ -17,6 +17,7 @@ from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel, holds_tracers
 from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.fingerprint import Device, abstractify, device_fingerprint
+from ejkernel.ops.utils.services import services
 
 SMALL_INTEGERS = 65536
 """Integer arrays up to this many elements are kept for kernels with `record_integers`."""
@@ -52,9 +53,7 @@ def note_traced(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
     """Remembers that a call was traced; it is recorded too, also in a file, if `EJKERNEL_OPS_RECORD` says so."""
     if env.recording():
         if _record(kernel, inv):
-            from ejkernel.ops import specs
-
-            specs.record(_kept(kernel, inv))
+            services.record(_kept(kernel, inv))
         return
     call = _Call(dataclasses.replace(_kept(kernel, inv), kernel=None), _holder(kernel, _is_data))
     with _lock:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ejkernel.ops.config.entry import StoredEntry
-from ejkernel.ops.execution import robust
-from ejkernel.ops.execution.report import rank
+from ejkernel.ops.store.entry import StoredEntry
+from ejkernel.ops.tuning import robust
+from ejkernel.ops.tuning.outcome import rank
 from ejkernel.report.naming import columns, compact
 
 Data = dict[str, Any]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ejkernel import cli
-from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.store_files import host
+from ejkernel.ops.store.files import host
+from ejkernel.ops.store.persistent import PersistentCache
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ class Config:
 @pytest.fixture(autouse=True)
 def no_installed_packs(monkeypatch):
     """The package ships packs of its own; these tests are about those they make."""
-    monkeypatch.setattr("ejkernel.ops.config.packs.from_packages", list)
+    monkeypatch.setattr("ejkernel.ops.store.packs.from_packages", list)
 
 
 @pytest.fixture

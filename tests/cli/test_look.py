@@ -13,9 +13,10 @@ import pytest
 
 import ejkernel as package
 from ejkernel.cli import info, main, operations
-from ejkernel.ops import Invocation, Kernel, PersistentCache, specs
-from ejkernel.ops.config import entry as entries
-from ejkernel.ops.config import packs
+from ejkernel.ops import Invocation, Kernel, PersistentCache
+from ejkernel.ops.offline import specs
+from ejkernel.ops.store import entry as entries
+from ejkernel.ops.store import packs
 from tests import offline_program
 
 

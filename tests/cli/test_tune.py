@@ -12,9 +12,9 @@ import pytest
 
 from ejkernel.cli import main, tune
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
-from ejkernel.ops import Autotuner, Invocation, PersistentCache, specs
-from ejkernel.ops.execution import fleet
-from ejkernel.ops.execution.bench import Bench
+from ejkernel.ops import Autotuner, Invocation, PersistentCache
+from ejkernel.ops.offline import fleet, specs
+from ejkernel.ops.tuning.bench import Bench
 from tests import offline_program
 
 
@@ -50,7 +50,7 @@ def test_candidates_run_in_a_process_of_their_own_by_default(capsys, tmp_path):
 def test_calls_are_spread_over_an_executor(capsys, tmp_path):
     code, out, err = ejkernel(
         capsys, "tune", "tests.offline_program:Mixer", "--args", "f32[1,4,8]", "--store", tmp_path,
-        "--isolation", "thread", "--executor", "tests.ops.execution.test_fleet:make_executor",
+        "--isolation", "thread", "--executor", "tests.ops.offline.test_fleet:make_executor",
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert "Rows(rows=" in out
@@ -60,7 +60,7 @@ def test_calls_are_spread_over_an_executor(capsys, tmp_path):
 def test_interrupted_tuning_on_a_worker_leaves_a_finished_one_alone(capsys, tmp_path, monkeypatch):
     call = (
         "tune", "tests.offline_program:Mixer", "--args", "f32[1,4,8]", "--store", tmp_path,
-        "--isolation", "thread", "--executor", "tests.ops.execution.test_fleet:make_executor",
+        "--isolation", "thread", "--executor", "tests.ops.offline.test_fleet:make_executor",
     )  # fmt: skip
     assert ejkernel(capsys, *call)[0] == 0
     (finished,) = PersistentCache(tmp_path).entries()
@@ -71,7 +71,7 @@ def test_interrupted_tuning_on_a_worker_leaves_a_finished_one_alone(capsys, tmp_
 
 
 def test_budget_that_is_over_too_soon_is_named_on_a_fleet_too(capsys, tmp_path):
-    for where in ([], ["--executor", "tests.ops.execution.test_fleet:make_executor"]):
+    for where in ([], ["--executor", "tests.ops.offline.test_fleet:make_executor"]):
         code, _, err = ejkernel(capsys, "tune", *MIX, "--store", tmp_path, "--budget", "0", *where)
         assert code == 1
         assert re.fullmatch(

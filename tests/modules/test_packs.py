@@ -3,18 +3,17 @@
 import importlib.metadata
 from pathlib import Path
 
-import jax
 import pytest
 
 import ejkernel
-from benchmarks.flash_attention import CPU_ROWS, GPU_ROWS
-from ejkernel.modules import FlashAttention, FlashAttentionConfig
+from ejkernel.modules import FlashAttention, FlashAttentionConfig, RmsNorm
 from ejkernel.ops import PersistentCache
-from ejkernel.ops.config import packs
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution.pipeline import backward_invocation
+from ejkernel.ops.store import packs
 
+OPERATIONS = [FlashAttention(), RmsNorm()]
 PACKS = sorted((Path(ejkernel.__file__).parent / "packs").glob("*.json"))
 
 
@@ -41,21 +40,23 @@ def test_a_pack_is_whole_and_its_configs_are_measured(path):
         assert entry.statistics["measurement"]["median_ms"] > 0
 
 
-def keys_of(row):
-    """The keys of a row's forward and backward, as a call of today has them."""
-    kernel = FlashAttention()
-    q, kv = (jax.ShapeDtypeStruct((row.batch, row.length, n, row.dim), row.dtype) for n in (row.heads, row.kv_heads))
-    args, kwargs = kernel.prepare(q, kv, kv, **({"causal": True} if row.causal else {}))
+def keys_of(kernel, workload):
+    """The keys of a workload's forward and backward, as a call of today has them."""
+    args, kwargs = workload.abstract()
+    args, kwargs = kernel.prepare(*args, **kwargs)
     forward = Invocation(kernel=kernel, args=args, kwargs=kwargs)
     backward = backward_invocation(BackwardKernel(kernel), forward)
-    return {("flash_attention", forward.call_key), ("flash_attention.vjp", backward.call_key)}
+    return {(forward.op_id, forward.call_key), (backward.op_id, backward.call_key)}
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("cpu-", CPU_ROWS), ("gpu-", GPU_ROWS)], ids=["cpu", "gpu"])
-def test_todays_calls_find_what_is_in_the_pack(kind, rows):
-    for path in (p for p in PACKS if p.name.startswith(kind)):
-        stored = {(entry.place.op_id, entry.place.call_key) for entry in packs.read(path).entries}
-        assert stored == set().union(*map(keys_of, rows)), "tune the rows again"
+@pytest.mark.parametrize("path", PACKS, ids=lambda path: path.name)
+def test_every_entry_of_a_pack_is_what_a_workload_asks_for_today(path):
+    kind = path.name.partition("-")[0]
+    asked = set().union(*(keys_of(kernel, w) for kernel in OPERATIONS for w in kernel.workloads(kind)))
+    stored = {(entry.place.op_id, entry.place.call_key) for entry in packs.read(path).entries}
+    assert stored <= asked
+    attention = set().union(*(keys_of(OPERATIONS[0], w) for w in OPERATIONS[0].workloads(kind)))
+    assert attention <= stored, "tune the workloads again"
 
 
 @pytest.mark.skipif(

@@ -15,10 +15,10 @@ from ejkernel.ops import (
     labels_to_configs,
     record_invocation,
     registry,
-    specs,
 )
-from ejkernel.ops.config import context
+from ejkernel.ops.core import context
 from ejkernel.ops.execution import program
+from ejkernel.ops.offline import specs
 from tests.recorded_kernels import Anything as Recorded
 from tests.support import OwnBackward, Plain, Scale, new_executor
 

@@ -10,8 +10,8 @@ import pytest
 
 from ejkernel.cli import main
 from ejkernel.ops import PersistentCache
-from ejkernel.ops.config import packs
-from ejkernel.ops.config.entry import StoredEntry
+from ejkernel.ops.store import packs
+from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.report import render, summarise
 from ejkernel.report.naming import columns, compact, fields_of
 from ejkernel.report.summary import arrays_of, statics_of
@@ -257,7 +257,7 @@ def test_command_with_nothing_to_show_is_exit_code_1(capsys, tmp_path):
 def test_packs_under_the_store_are_shown_on_request_and_apart(capsys, monkeypatch, tmp_path):
     packs.write(tmp_path / "pack.json", [entry("theirs", key="1")])
     PersistentCache(tmp_path / "configs").add(entry("mine", key="2"))
-    monkeypatch.setattr("ejkernel.ops.config.packs.from_packages", lambda: [str(tmp_path / "pack.json")])
+    monkeypatch.setattr("ejkernel.ops.store.packs.from_packages", lambda: [str(tmp_path / "pack.json")])
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
 
     def own(*args):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -60,6 +61,23 @@ class Extras(NamedTuple):
     """[heads, sinks]."""
     dropout_seed: Any = None
     """A uint32 scalar."""
+
+
+class Attention(NamedTuple):
+    """A call after `canonical`, as every implementation takes it."""
+
+    query: Any
+    key: Any
+    value: Any
+    extras: Extras
+    rules: Rules
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Attention:
+        """From the arguments of the kernel: five positional ones, `rules`, and the other arrays by name."""
+        arrays = {name: kwargs[name] for name in Extras._fields if name in kwargs}
+        query, key, value, bias, softmax_aux = args
+        return cls(query, key, value, Extras(bias=bias, softmax_aux=softmax_aux, **arrays), kwargs["rules"])
 
 
 def canonical(

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
-from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention, AttentionArgumentError, Extras, Rules
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils.fingerprint import compute_capability
 
 Array = jax.Array
 
@@ -26,12 +28,9 @@ Seen on an H200 with JAX 0.11.2, also through `jax.nn.dot_product_attention`: th
 """
 
 
-def unsupported(
-    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, *, backward: bool, capability: tuple[int, int]
-) -> str | None:
-    """Why cuDNN cannot serve a call on a GPU of this compute capability; None if it can."""
-    if capability < (8, 0):
-        return "cuDNN's flash attention needs an NVIDIA GPU from Ampere on"
+def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
+    """Why cuDNN cannot serve a call; None if it can."""
+    query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     given = [name for name, x in extras._asdict().items() if x is not None]
     if given:
         return f"cuDNN is not given {', '.join(given)}: rows that see nothing, or gradients, would be wrong"
@@ -39,12 +38,12 @@ def unsupported(
         return f"cuDNN takes bfloat16 and float16, got {query.dtype}"
     if rules.soft_cap is not None or not rules.normalize or rules.logits_dtype != "float32":
         return "cuDNN has no soft cap, no unnormalised output and float32 logits only"
-    reason = _misfit(query, key, value, capability) or _unbanded(query, key, rules)
+    reason = _misfit(query, key, value) or _unbanded(query, key, rules)
     return reason or (_too_large(query.shape[0], query, key) if backward else None)
 
 
-def _misfit(query: Any, key: Any, value: Any, capability: tuple[int, int]) -> str | None:
-    head_dim, most = query.shape[3], 256 if capability >= (9, 0) else 128
+def _misfit(query: Any, key: Any, value: Any) -> str | None:
+    head_dim, most = query.shape[3], 256 if compute_capability() >= (9, 0) else 128
     if value.shape[3] != head_dim:
         return f"cuDNN needs equal head dims, got {head_dim} and {value.shape[3]}"
     if head_dim % 8 or head_dim > most:

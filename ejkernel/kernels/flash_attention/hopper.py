@@ -9,25 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import masks
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
-from ejkernel.kernels.flash_attention.config import (
-    MosaicBwdConfig,
-    MosaicFwdConfig,
-    backward_space,
-    default_backward,
-    default_forward,
-    forward_space,
-)
+from ejkernel.kernels.flash_attention import config, masks
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported as unsupported_arrays
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils.fingerprint import compute_capability
 
 Array = jax.Array
 
 
-def unsupported(
-    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, *, backward: bool, capability: tuple[int, int]
-) -> str | None:
+def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why the Hopper kernels cannot serve a call; None if they can."""
+    query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     for name in ("bias", "mask", "q_positions", "dropout_seed"):
         if getattr(extras, name) is not None:
             return f"this kernel takes no {name}"
@@ -35,7 +29,8 @@ def unsupported(
         return "this kernel normalises its output, keeps logits in float32 and has one precision"
     if 0 in (query.size, key.size):
         return "this kernel takes no empty arrays"
-    facts = {"backward": backward, "scale": rules.scale, "compute_capability": f"{capability[0]}.{capability[1]}"}
+    capability = ".".join(map(str, compute_capability()))
+    facts = {"backward": backward, "scale": rules.scale, "compute_capability": capability}
     return unsupported_arrays(query, key, value, **facts) or _not_importable()
 
 
@@ -48,14 +43,21 @@ def _not_importable() -> str | None:
     return None
 
 
-def forward_configs(head_dim: int, *, full: bool) -> list[MosaicFwdConfig]:
+def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
     """The guess, then the others."""
-    return list(dict.fromkeys([default_forward(head_dim, full=full), *forward_space(head_dim)]))
+    head_dim = inv.args[0].shape[3]
+    return [config.default_forward(head_dim, full=_is_full(inv)), *config.forward_space(head_dim)]
 
 
-def backward_configs(head_dim: int, *, full: bool) -> list[MosaicBwdConfig]:
+def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
     """The guess, then the others."""
-    return list(dict.fromkeys([default_backward(head_dim, full=full), *backward_space(head_dim)]))
+    head_dim = inv.args[0].shape[3]
+    return [config.default_backward(head_dim, full=_is_full(inv)), *config.backward_space(head_dim)]
+
+
+def _is_full(inv: Invocation[Any, Any]) -> bool:
+    rules = inv.kwargs["rules"]
+    return config.is_full(inv.args[0].shape[1], inv.args[1].shape[1], rules.lower, rules.upper)
 
 
 def forward(

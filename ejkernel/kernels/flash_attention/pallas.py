@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, tile
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
 Array = jax.Array
@@ -24,8 +25,9 @@ LANES = 128
 _SIZES = (256, 512, 1024)
 
 
-def unsupported(query: Any, key: Any, value: Any, extras: Extras, rules: Rules) -> str | None:
+def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why this implementation cannot serve a call; None if it can."""
+    query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     if 0 in (query.size, key.size, value.size):
         return "this kernel takes no empty arrays"
     if query.dtype == jnp.float16:
@@ -33,17 +35,18 @@ def unsupported(query: Any, key: Any, value: Any, extras: Extras, rules: Rules) 
     return tile.unsupported(query, extras, rules)
 
 
-def forward_space(q_len: int, kv_len: int) -> list[FwdParams]:
+def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
     """The guess, and other tiles."""
-    return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(q_len, kv_len)]
+    return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
 
 
-def backward_space(q_len: int, kv_len: int) -> list[BwdParams]:
+def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
     """The guess, and other tiles."""
-    return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(q_len, kv_len)]
+    return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
 
 
-def _blocks(q_len: int, kv_len: int) -> list[tuple[int, int]]:
+def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
+    q_len, kv_len = inv.args[0].shape[1], inv.args[1].shape[1]
     pairs = [(512, 512), *((rows, cols) for rows in _SIZES for cols in _SIZES)]
     return list(dict.fromkeys((_fitted(rows, q_len), _fitted(cols, kv_len)) for rows, cols in pairs))
 

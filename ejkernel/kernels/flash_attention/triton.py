@@ -17,18 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ejkernel.kernels.flash_attention import masks, tile
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
 Array = jax.Array
 
 
-def unsupported(
-    query: Any, key: Any, value: Any, extras: Extras, rules: Rules, capability: tuple[int, int]
-) -> str | None:
-    """Why this implementation cannot serve a call on a GPU of this compute capability; None if it can."""
-    if capability < (8, 0):
-        return "this kernel needs an NVIDIA GPU from Ampere on"
+def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
+    """Why this implementation cannot serve a call; None if it can."""
+    query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     if max(query.shape[3], value.shape[3]) > 256:
         return f"head dims must be at most 256, got {query.shape[3]} and {value.shape[3]}"
     if 0 in (query.size, key.size, value.size):
@@ -51,8 +49,9 @@ def default_backward(head_dim: int) -> BwdParams:
     return BwdParams(q_blocksize=block, kv_blocksize=block, num_warps=4, num_stages=2)
 
 
-def forward_space(head_dim: int) -> list[FwdParams]:
+def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
     """The guess, and other tiles whose accumulators fit the registers."""
+    head_dim = inv.args[0].shape[3]
     sizes = (64, 128) if head_dim <= 128 else (32, 64)
     space = [
         FwdParams(q_blocksize=rows, kv_blocksize=cols, num_warps=warps, num_stages=stages)
@@ -62,11 +61,12 @@ def forward_space(head_dim: int) -> list[FwdParams]:
         for warps in (4, 8)
         for stages in (2, 3)
     ]
-    return list(dict.fromkeys([default_forward(head_dim), *space]))
+    return [default_forward(head_dim), *space]
 
 
-def backward_space(head_dim: int) -> list[BwdParams]:
+def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
     """The guess, and other tiles."""
+    head_dim = inv.args[0].shape[3]
     sizes = (32, 64, 128) if head_dim <= 64 else (32, 64)
     space = [
         BwdParams(q_blocksize=rows, kv_blocksize=cols, num_warps=warps, num_stages=2)
@@ -74,7 +74,7 @@ def backward_space(head_dim: int) -> list[BwdParams]:
         for cols in sizes
         for warps in (4, 8)
     ]
-    return list(dict.fromkeys([default_backward(head_dim), *space]))
+    return [default_backward(head_dim), *space]
 
 
 def forward(

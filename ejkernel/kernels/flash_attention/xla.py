@@ -18,6 +18,7 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
 Array = jax.Array
@@ -43,6 +44,26 @@ def known(size: Any) -> int:
 def fitted(block: int, length: int) -> int:
     """`block`, or less where the sequence is shorter; a multiple of 16."""
     return max(16, min(block, -(-length // 16) * 16))
+
+
+def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
+    """The guess, and other tiles."""
+    return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
+
+
+def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
+    """The guess, and other tiles."""
+    return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
+
+
+def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
+    """Tiles for all heads at once: none so large that a handful of them would not fit a cache, few small ones."""
+    (batch, q_len, heads, _), kv_len = inv.args[0].shape, inv.args[1].shape[1]
+    many = known(batch * heads)
+    sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
+    all_blocks = [(fitted(rows, q_len), fitted(cols, kv_len)) for rows in sizes for cols in sizes]
+    small = [b for b in all_blocks if many * b[0] * b[1] <= 4 * TILE_SCORES]
+    return [default_blocks(many, q_len, kv_len), *small]
 
 
 def forward(

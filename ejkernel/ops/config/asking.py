@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.config import context
-from ejkernel.ops.core import dispatch
+from ejkernel.ops.core import context, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError

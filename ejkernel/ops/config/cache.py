@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config import context
+from ejkernel.ops.core import context
 from ejkernel.ops.core.types import Cfg
 
 

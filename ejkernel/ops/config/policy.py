@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config import context
+from ejkernel.ops.core import context
 from ejkernel.ops.utils import env
 
 if TYPE_CHECKING:

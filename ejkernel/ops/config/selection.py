@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config import context
 from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, leaves_no_choice, place_of, source_of
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.kinds import ConfigClassWarning, check_explicit, is_redefined, is_renamed, misfit, note_owner
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.policy import policy_override as policy_override
+from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import current_device, qualified_name
+from ejkernel.ops.utils.services import services
 
 if TYPE_CHECKING:
-    from ejkernel.ops.config.agreement import Agreement, Data
-    from ejkernel.ops.config.entry import StoredEntry
-    from ejkernel.ops.config.joint import JointSelection
-    from ejkernel.ops.config.persistent import PersistentCache
+    from ejkernel.ops.store.entry import StoredEntry
+    from ejkernel.ops.store.persistent import PersistentCache
 
 logger = logging.getLogger(__name__)
 
@@ -86,28 +85,6 @@ class Selection(NamedTuple):
 
 
 OnEvent = Callable[..., None]
-
-
-def make_tuner(tuner: Tuner | None) -> Any:
-    """What measures for a selector that was given `tuner`; `ejkernel.ops.execution`, which stands above, sets it."""
-    raise EjkernelError("ConfigSelectorChain: tuning needs `import ejkernel.ops`.")
-
-
-def make_shared(
-    tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, place: str, claim: Data
-) -> Any:
-    """What `tuner` becomes when all processes measure; set by `ejkernel.ops.execution` too."""
-    return tuner
-
-
-def proof(
-    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, store: PersistentCache | None, *, now: bool = True
-) -> Any:
-    """Whether a config of another call may serve `inv`: something with a `reason`, None if it may; set there as well.
-
-    Without `now` nothing is run: None if it is not known yet.
-    """
-    raise EjkernelError("ConfigSelectorChain: proving needs `import ejkernel.ops`.")
 
 
 def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
@@ -236,14 +213,9 @@ class ConfigSelectorChain:
         if joint is not None and (known := joint.known(inv, kernel, policy)) is not None:
             yield Tier("agreed", known.cfg, f"{known.tier}, {known.note}")
 
-    def _joint(self, policy: AutotunePolicy) -> JointSelection | None:
+    def _joint(self, policy: AutotunePolicy) -> Any:
         """What chooses together with other processes; None if there are none, or the policy leaves each to itself."""
-        if not policy.agree or _compat.distributed_client() is None:
-            return None
-        from ejkernel.ops.config import agreement, joint
-
-        found = agreement.current()
-        return None if found is None else joint.JointSelection(self, found)
+        return services.joint(self) if policy.agree else None
 
     def effective_policy(self) -> AutotunePolicy:
         """The policy here and now, overrides applied."""
@@ -348,7 +320,7 @@ class ConfigSelectorChain:
         entry = self._nearest(inv, kernel, policy, usable) if policy.transfer else None
         if entry is None:
             return Tier("transferred")
-        from ejkernel.ops.config.differences import differences
+        from ejkernel.ops.store.differences import differences
 
         changes = "; ".join(differences(entry.signature or {}, inv.signature))
         if entry.kept_guess:
@@ -356,7 +328,7 @@ class ConfigSelectorChain:
         if kernel.collective and _compat.distributed_client() is not None:
             return Tier("transferred", None, f"tuned for {changes}; one process alone cannot prove a collective kernel")
         with self._flights.of(("proof", *inv.key)) if now else nullcontext():
-            found = proof(inv, kernel, entry.cfg, self.persistent, now=now)
+            found = services.prove(inv, kernel, entry.cfg, self.persistent, now=now)
         if found is None:
             return Tier("transferred", entry.cfg, f"tuned for {changes}; proved at the first call")
         if found.reason is not None:
@@ -419,7 +391,7 @@ class ConfigSelectorChain:
     def _miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
         """What to tell about a miss: the call, how to tune it, and the closest call that is stored."""
         from ejkernel.ops.config.command import shown, tune_command
-        from ejkernel.ops.config.differences import closest
+        from ejkernel.ops.store.differences import closest
 
         lines = [
             f"{inv.op_id}: no config is stored for call {inv.call_key} on {inv.device_fingerprint}, and the policy is "
@@ -441,7 +413,7 @@ class ConfigSelectorChain:
             for tier in self._all_stored(inv, kernel, policy):
                 if tier.cfg is not None:
                     return tier.cfg
-            tuning = self.measured(inv, kernel, make_tuner(self.tuner))
+            tuning = self.measured(inv, kernel, services.make_tuner(self.tuner))
             if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
                 # Into the log: whoever makes this call need not be the one who wants it tuned.
                 logger.warning("%s: %s", inv.op_id, text)
@@ -465,7 +437,7 @@ class ConfigSelectorChain:
         joint = self._joint(effective_policy(self))
         if joint is not None:
             return joint.tune(inv, kernel, tuner, configs)
-        made = make_tuner(tuner if tuner is not None else self.tuner)
+        made = services.make_tuner(tuner if tuner is not None else self.tuner)
         if configs is not None:
             return made.tune(inv, kernel, configs=configs)
         with self._alone(inv.key):
@@ -507,13 +479,13 @@ class ConfigSelectorChain:
         tuner: Any,
         kernel: Kernel[Any, Any],
         policy: AutotunePolicy,
-        agreement: Agreement,
+        agreement: Any,
         place: str,
-        claim: Data,
+        claim: Any,
     ) -> Any:
         """What measures in this process when all of them do."""
-        made = make_tuner(tuner if tuner is not None else self.tuner)
-        return make_shared(made, kernel, policy, agreement, place, claim)
+        made = services.make_tuner(tuner if tuner is not None else self.tuner)
+        return services.share_tuner(made, kernel, policy, agreement, place, claim)
 
     def adopt(self, inv: Invocation[Any, Any], cfg: Any) -> None:
         """Takes a config that was measured for all into memory."""
@@ -531,7 +503,7 @@ class ConfigSelectorChain:
     ) -> None:
         self.adopt(inv, cfg)
         if persist and self.persistent is not None and self.persist_autotune:
-            from ejkernel.ops.config.layers import StoreWarning
+            from ejkernel.ops.store.layers import StoreWarning
             from ejkernel.ops.utils.tagged import ConfigEncodeError
 
             try:

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ejkernel.ops.config.entry import StoredEntry
-from ejkernel.ops.config.persistent import PersistentCache, Stale
-from ejkernel.ops.config.store_key import Place
+from ejkernel.ops.store.entry import StoredEntry
+from ejkernel.ops.store.persistent import PersistentCache, Stale
+from ejkernel.ops.store.places import Place
 from ejkernel.ops.utils.fingerprint import short_hash
 
 

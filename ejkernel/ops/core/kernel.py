@@ -18,6 +18,7 @@ from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.utils import arguments, fingerprint
+from ejkernel.ops.utils.services import services
 
 PROGRAMS = "_ejkernel_programs"
 """Attribute of a kernel instance under which executors keep its compiled programs."""
@@ -117,15 +118,17 @@ class Kernel(Generic[Cfg, Out]):
         return {name: value for name, value in inv.abstract_kwargs.items() if is_static(value)}
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Out:
-        return _call_by_default(self, *args, **kwargs)
+        return services.call(self, *args, **kwargs)
 
     @property
     def cfg_type(self) -> Any:
         """The config class, from the type argument of `Kernel[Cfg, Out]`; None where it is not given."""
         for cls in type(self).__mro__:
             for base in getattr(cls, "__orig_bases__", ()):
-                if typing.get_origin(base) is Kernel and not isinstance(typing.get_args(base)[0], typing.TypeVar):
-                    return typing.get_args(base)[0]
+                origin, given = typing.get_origin(base), typing.get_args(base)
+                generic = isinstance(origin, type) and issubclass(origin, Kernel)
+                if generic and given and not isinstance(given[0], typing.TypeVar):
+                    return given[0]
         return None
 
     def state(self) -> tuple[Any, ...] | None:
@@ -282,13 +285,3 @@ def key_builder_of(kernel: Kernel[Any, Any]) -> Callable[[Invocation[Any, Any]],
         if sum(p.default is p.empty for p in parameters) == 1:
             return found
     return kernel.key_builder
-
-
-def _call_by_default(kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Any:
-    # Imported at the first call, because execution stands above core; from then on the name is bound to it.
-    global _call_by_default
-    from ejkernel.ops.execution.executor import call_by_default
-
-    _call_by_default = call_by_default
-
-    return _call_by_default(kernel, *args, **kwargs)

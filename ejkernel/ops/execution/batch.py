@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.context import identity
+from ejkernel.ops.core.context import identity
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor, default_executor

@@ -17,13 +17,12 @@ import jax
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
-from ejkernel.ops.config import context, selection
-from ejkernel.ops.config.context import identity, is_frozen
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
-from ejkernel.ops.core import dispatch
+from ejkernel.ops.core import context, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch
+from ejkernel.ops.core.context import identity, is_frozen
 from ejkernel.ops.core.kernel import (
     PROGRAMS,
     Invocation,
@@ -417,36 +416,6 @@ def _record_data(holder: Callable[[], Any], args: Args, kwargs: Kwargs) -> None:
         registry.note_traced(kernel, Invocation(kernel=kernel, args=args, kwargs=kwargs))
 
 
-def _make_tuner(tuner: Any) -> Any:
-    from ejkernel.ops.execution.protocol import ProtocolTuner
-    from ejkernel.ops.execution.tuner import Autotuner, TunerSettingError
-
-    if tuner is None:
-        return Autotuner()
-    if isinstance(tuner, type) or not (hasattr(tuner, "tune") or hasattr(tuner, "autotune")):
-        raise TunerSettingError(
-            f"tuner must be an Autotuner, or have autotune(make_fn, args, kwargs, candidates), got {tuner!r}. "
-            "Settings are Autotuner(budget_s=30, ...)."
-        )
-    return tuner if hasattr(tuner, "tune") else ProtocolTuner(tuner)
-
-
-def _make_shared(*tuning: Any) -> Any:
-    from ejkernel.ops.execution.distributed import shared
-
-    return shared(*tuning)
-
-
-def _proof(*call: Any, **options: Any) -> Any:
-    from ejkernel.ops.execution.proof import proof
-
-    return proof(*call, **options)
-
-
-selection.make_tuner = _make_tuner
-selection.make_shared = _make_shared
-selection.proof = _proof
-
 _default: Executor | None = None
 _default_lock = threading.Lock()
 
@@ -463,7 +432,7 @@ def default_executor() -> Executor:
 
 def _default_selector() -> ConfigSelectorChain:
     """Memory, the default store with its packs, and the policy of the environment."""
-    from ejkernel.ops.config.persistent import PersistentCache
+    from ejkernel.ops.store.persistent import PersistentCache
 
     return ConfigSelectorChain(persistent=PersistentCache())
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from ejkernel import _compat
-from ejkernel.ops.config.context import same_cfg
 from ejkernel.ops.core import autodiff, call, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel, batches_around, native
 from ejkernel.ops.core.call import Flat
+from ejkernel.ops.core.context import same_cfg
 from ejkernel.ops.core.kernel import (
     Invocation,
     KernelDefinitionError,

@@ -14,19 +14,19 @@ from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.core.types import Cfg
-from ejkernel.ops.execution import shortfall
-from ejkernel.ops.execution.benchmarking import benchmark as benchmark
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.offline import tune_calls
 from ejkernel.ops.execution.pipeline import any_tracer, invocation, prepared
-from ejkernel.ops.execution.report import Candidate as Candidate
-from ejkernel.ops.execution.report import Measurement as Measurement
-from ejkernel.ops.execution.report import Tuning as Tuning
-from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
-from ejkernel.ops.execution.result import Entry as Entry
-from ejkernel.ops.execution.shortfall import TuningWarning as TuningWarning
-from ejkernel.ops.execution.tuner import Autotuner as Autotuner
-from ejkernel.ops.execution.tuner import TuningError as TuningError
+from ejkernel.ops.offline.programs import tune_calls
+from ejkernel.ops.offline.result import AutotuningResult as AutotuningResult
+from ejkernel.ops.offline.result import Entry as Entry
+from ejkernel.ops.tuning import shortfall
+from ejkernel.ops.tuning.outcome import Candidate as Candidate
+from ejkernel.ops.tuning.outcome import Measurement as Measurement
+from ejkernel.ops.tuning.outcome import Tuning as Tuning
+from ejkernel.ops.tuning.shortfall import TuningWarning as TuningWarning
+from ejkernel.ops.tuning.stopwatch import benchmark as benchmark
+from ejkernel.ops.tuning.tuner import Autotuner as Autotuner
+from ejkernel.ops.tuning.tuner import TuningError as TuningError
 
 logger = logging.getLogger("ejkernel.tuning")
 

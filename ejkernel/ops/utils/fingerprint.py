@@ -13,16 +13,13 @@ import platform
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel.ops.utils.arguments import is_array
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Invocation, Kernel
 
 DeviceKind = Literal["gpu", "tpu", "cpu"]
 Device: TypeAlias = Any
@@ -111,6 +108,17 @@ def device_kind(device: Device | None = None) -> DeviceKind:
 def get_device_platform(device: Device | None = None) -> str:
     """The preferred platform of the hardware at hand: `"triton"`, `"pallas"` or `"xla"`."""
     return _PREFERRED[device_kind(device)]
+
+
+def compute_capability(device: Device | None = None) -> tuple[int, int]:
+    """Of an NVIDIA GPU, (9, 0) for Hopper; (0, 0) for other devices."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device or current_device(), "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def multiprocessors(device: Device | None = None) -> int:
+    """How many blocks of work a device runs side by side: the SMs of a GPU, else 1."""
+    return int(getattr(device or current_device(), "core_count", 1) or 1)
 
 
 _USUAL_SHARE = 0.75
@@ -297,9 +305,7 @@ def _describe_sharding(x: Any) -> Any:
     return None if sharding is None else {"devices": sharding.num_devices, "memory": sharding.memory_kind}
 
 
-def default_key_builder_with_sharding(
-    call: Invocation[Any, Any] | Kernel[Any, Any], args: Any = (), kwargs: Mapping[str, Any] | None = None
-) -> str:
+def default_key_builder_with_sharding(call: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> str:
     """The key of a call that holds how its arguments are sharded: of an invocation, or of `(kernel, args, kwargs)`.
 
     A `key_builder` for kernels whose best config depends on that.

@@ -13,16 +13,14 @@ import re
 import string
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.utils import env
 from ejkernel.ops.utils.fingerprint import stable_json
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils.services import services
 
 DEFAULT_PREFIX = "ejkernel_ops"
 LABEL_RE = re.compile(
@@ -61,9 +59,7 @@ def unescape(text: str) -> str:
     return re.sub(rb"~([0-9a-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode()).decode()
 
 
-def format_label(
-    inv: Invocation[Any, Any], prefix: str = DEFAULT_PREFIX, *, spec: bool = False, cfg: Any = None
-) -> str:
+def format_label(inv: Any, prefix: str = DEFAULT_PREFIX, *, spec: bool = False, cfg: Any = None) -> str:
     """The label of one call, as a program's text holds it."""
     text = f"{escape(prefix)}#{escape(inv.op_id)}:{inv.call_key}"
     if not spec:
@@ -91,7 +87,7 @@ def _clear(spec: str) -> str:
     return spec if spec.startswith("{") else unescape(spec)
 
 
-def label_scope(inv: Invocation[Any, Any], prefix: str, cfg: Any = None) -> AbstractContextManager[Any]:
+def label_scope(inv: Any, prefix: str, cfg: Any = None) -> AbstractContextManager[Any]:
     """The scope that operations of `inv` are traced in, as `EJKERNEL_OPS_STAMP` says."""
     mode = env.read("EJKERNEL_OPS_STAMP", "hash")
     if mode == "none" or not inv.stamp:
@@ -168,15 +164,11 @@ def labels_to_configs(labels: Iterable[str], *, selector: _Chooser | None = None
     Raises:
       LabelError: A label's call was not traced in this process, so its kernel is not known.
     """
-    # Imported here: labels are text, and only this function asks what they stand for.
-    from ejkernel.ops import registry
-    from ejkernel.ops.execution.executor import default_executor
-
-    chooser = selector if selector is not None else default_executor().chooser
+    chooser = selector if selector is not None else services.default_chooser()
     configs = {}
     for text in labels:
         parts = parse_label(text)
-        call = registry.traced(parts.op_id, parts.call_key)
+        call = services.traced(parts.op_id, parts.call_key)
         if call is None or call.kernel is None:
             raise LabelError(f"labels_to_configs: {text!r} was not traced in this process, so its kernel is unknown.")
         configs[text] = chooser.choose(call, call.kernel)

@@ -36,9 +36,10 @@ def source_hash(item: Any, *, skip: _Skip = (), first: bool = False) -> str | No
     """A hash of the code of a class, given itself or as an instance.
 
     Covers its bases, and what they name of the same package: global functions and classes, constants of modules as they
-    are written there, and modules imported inside a function. Methods whose names begin with one of `skip` are left
-    out. Where there is no source (a class typed into a prompt) the compiled code counts, which differs between Python
-    versions. None if there is not even that. `first` is the hash as it was first defined, without constants.
+    are written there, modules imported inside a function, and those that its `source_modules` names. Methods whose
+    names begin with one of `skip` are left out. Where there is no source (a class typed into a prompt) compiled code
+    counts, which differs between Python versions. None if there is not even that. `first` is the hash as it was first
+    defined, without constants.
     """
     cls = item if isinstance(item, type) else type(item)
     known, skip = _hashes.setdefault(cls, {}), (*skip, *_ONLY_WORDS)
@@ -74,6 +75,7 @@ def _hash(cls: type, skip: _Skip, *, constants: bool) -> str | None:
     if typed and not _compiled(cls, skip):
         return None
     waiting: list[Any] = [c for c in cls.__mro__ if _is_ours(c, package)]
+    waiting += {file for name in getattr(cls, "source_modules", ()) for file in _module_files(name, package)}
     while waiting:
         item = waiting.pop()
         if item in code:
@@ -284,3 +286,20 @@ def _imported_inside(names: set[str], package: str) -> Iterator[Path]:
             # `from package.folder import module`: the module's name is among the names of the function.
             files = [path.with_suffix(".py"), *(path / f"{n}.py" for n in sorted(names))]
             yield from (file for file in files if file.is_file())
+
+
+def _module_files(name: str, package: str, seen: frozenset[str] = frozenset()) -> set[Path]:
+    """The file of a module, and those of the modules of the same package that it imports; none of them is imported."""
+    if name in seen or name.partition(".")[0] != package or f"{name}.".startswith(_FRAMEWORK):
+        return set()
+    roots = getattr(sys.modules.get(package), "__path__", [])
+    paths = [Path(root, *name.split(".")[1:]).with_suffix(".py") for root in roots]
+    found = {path for path in paths if path.is_file()}
+    for path in set(found):
+        for node in ast.walk(ast.parse(path.read_text())):
+            inner = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for other in inner:
+                found |= _module_files(other, package, seen | {name})
+    return found

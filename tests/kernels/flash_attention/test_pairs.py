@@ -12,13 +12,14 @@ import pytest
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
-from ejkernel.kernels.flash_attention import cudnn, hopper, masks, xla
+from ejkernel.kernels.flash_attention import cudnn, masks, xla
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported_backward
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.execution import search
+from ejkernel.ops.tuning import search
+from ejkernel.ops.utils import fingerprint
 from tests.kernels.flash_attention.cases import Case, assert_close, normal, truth
 
 NAMES = ("dquery", "dkey", "dvalue", "dbias", "dsoftmax_aux")
@@ -141,9 +142,8 @@ def test_hopper_pairs_with_itself_and_with_others(forward, backward):
 )
 def test_cudnn_serves_no_backward_of_large_arrays(shape, kv_shape, served):
     q, kv = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (shape, kv_shape))
-    why = lambda backward: cudnn.unsupported(
-        q, kv, kv, Extras(), Rules(scale=1.0), backward=backward, capability=(9, 0)
-    )
+    inv = Invocation(kernel=FlashAttention(), args=(q, kv, kv, None, None), kwargs={"rules": Rules(scale=1.0)})
+    why = lambda backward: cudnn.unsupported(inv, backward=backward)
     assert why(False) is None
     assert why(True) is None if served else "backward is wrong from 2,147,483,648 elements" in why(True)
 
@@ -203,14 +203,12 @@ def test_gradients_of_large_arrays_are_those_of_their_slices_on_a_gpu(shape):
 
 
 class Hopper:
-    compute_capability = "9.0"
+    platform, compute_capability = "gpu", "9.0"
 
 
 @pytest.fixture
 def on_hopper(monkeypatch, fake_hopper):
-    module = sys.modules["ejkernel.modules.flash_attention"]
-    monkeypatch.setattr(module, "device_kind", lambda: "gpu")
-    monkeypatch.setattr(module, "current_device", Hopper)
+    monkeypatch.setattr(fingerprint, "current_device", Hopper)
 
 
 def guess(backward=False, forward=None, head_dim=128, dtype=jnp.bfloat16, **kwargs):
@@ -269,17 +267,20 @@ def test_candidates_on_hopper_span_the_implementations(head_dim):
     assert {cfg.platform for cfg in kernel.config_space_vjp(backward)} == expected
 
 
-@pytest.mark.usefixtures("fake_hopper")
+@pytest.mark.usefixtures("on_hopper")
 def test_hopper_says_why_not(monkeypatch):
     x = jnp.zeros((1, 256, 2, 128), jnp.bfloat16)
 
-    def why(capability=(9, 0), bias=None, **rules):
-        facts = {"backward": False, "capability": capability}
-        return hopper.unsupported(x, x, x, Extras(bias=bias), Rules(scale=1.0, **rules), **facts)
+    def why(capability="9.0", bias=None, **rules):
+        monkeypatch.setattr(Hopper, "compute_capability", capability)
+        kernel = FlashAttention()
+        inv = Invocation(kernel=kernel, args=(x, x, x, bias, None), kwargs={"rules": Rules(scale=1.0, **rules)})
+        return kernel.backend("mosaic").refusal(inv, backward=False, interpret=False)
 
     assert why() is None
     assert "bias" in why(bias=x)
     assert "one precision" in why(precision="highest")
-    assert "Hopper" in why(capability=(8, 0))
+    assert "9.0" in why(capability="8.0")
+    assert "Hopper" in why(capability="10.0")
     monkeypatch.setitem(sys.modules, "ejkernel.kernels.flash_attention.mosaic", None)
     assert "cannot be imported" in why()

@@ -26,11 +26,11 @@ from ejkernel.ops import (
     overlay_cache,
     policy_override,
 )
-from ejkernel.ops.config import entry as entries
 from ejkernel.ops.config.kinds import ConfigClassWarning, misfit
-from ejkernel.ops.config.persistent import StoreWarning
 from ejkernel.ops.config.policy import PolicyError
 from ejkernel.ops.config.selection import ConfigNotFoundError
+from ejkernel.ops.store import entry as entries
+from ejkernel.ops.store.persistent import StoreWarning
 from tests.support import Plain, Scale, new_executor
 
 X = jnp.ones((3,)) * 0.5

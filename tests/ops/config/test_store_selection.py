@@ -21,10 +21,10 @@ from ejkernel.ops import (
     overlay_cache,
     policy_override,
 )
-from ejkernel.ops.config.packs import PackError
-from ejkernel.ops.config.persistent import StoreWarning
 from ejkernel.ops.config.selection import ConfigNotFoundError
-from ejkernel.ops.execution.shortfall import TuningWarning
+from ejkernel.ops.store.packs import PackError
+from ejkernel.ops.store.persistent import StoreWarning
+from ejkernel.ops.tuning.shortfall import TuningWarning
 from tests import recorded_kernels
 from tests.support import OwnBackward, Plain, Scale
 from tests.tuning_kernels import busy

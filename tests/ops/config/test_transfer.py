@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops.config import transfer
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.utils.fingerprint import short_hash
 
 

@@ -23,12 +23,12 @@ from ejkernel.ops import (
     pmap_with_config,
     policy_override,
     registry,
-    specs,
     specs_of,
     vmap_with_config,
 )
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.execution.batch import BatchArgumentError
+from ejkernel.ops.offline import specs
 from tests.support import STYLES, CustomVjp, OwnBackward, Plain, Residuals, Scale, new_executor, reference_of, true
 
 

@@ -13,7 +13,7 @@ from ejkernel.modules.flash_attention import FlashAttention
 from ejkernel.ops import ConfigSelectorChain, Executor, autotune_lowered, policy_override
 from ejkernel.ops.config.asking import candidates
 from ejkernel.ops.config.selection import ConfigNotFoundError
-from ejkernel.ops.execution.protocol import Chosen
+from ejkernel.ops.tuning.foreign import Chosen
 from ejkernel.ops.utils.meta import find_labels_in_lowered
 from tests.support import CustomVjp, OwnBackward, Plain, Residuals, Scale, new_executor
 

@@ -321,7 +321,7 @@ INTERRUPTED = """
 import sys, threading, os, signal
 import jax.numpy as jnp
 from ejkernel.ops import Autotuner, ConfigSelectorChain, PersistentCache
-from ejkernel.ops.execution.bench import Bench
+from ejkernel.ops.tuning.bench import Bench
 from tests.tuning_kernels import Doubling, Work, call
 
 measure, rounds = Bench.measure, 0

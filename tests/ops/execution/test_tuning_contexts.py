@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overlay_cache, policy_override
 from ejkernel.ops.config.selection import ConfigNotFoundError, SymbolicCallWarning
-from ejkernel.ops.execution.problem import TuningInputsError
 from ejkernel.ops.execution.tuning import TuningError
+from ejkernel.ops.tuning.problem import TuningInputsError
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
@@ -121,7 +121,7 @@ def test_options_of_the_thread_hold_while_tuning(place):
 
 
 def test_matmul_precision_reaches_the_candidates_programs(monkeypatch):
-    from ejkernel.ops.execution.bench import Bench
+    from ejkernel.ops.tuning.bench import Bench
 
     texts = []
     build = Bench._build
@@ -144,7 +144,7 @@ def test_matmul_precision_reaches_the_candidates_programs(monkeypatch):
 
 
 def test_default_device_is_where_made_up_data_lies(monkeypatch):
-    from ejkernel.ops.execution.bench import Bench
+    from ejkernel.ops.tuning.bench import Bench
 
     devices = set()
     measure = Bench.measure

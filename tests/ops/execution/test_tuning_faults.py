@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.ops import Autotuner, PersistentCache
-from ejkernel.ops.execution.remote import RemoteBench, RemoteBenchError
+from ejkernel.ops.tuning.isolated import RemoteBench, RemoteBenchError
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,

@@ -1,0 +1,1 @@
+"""Backends of `rms_norm`."""

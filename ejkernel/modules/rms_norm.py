@@ -1,0 +1,112 @@
+"""RMSNorm, with an optional residual sum, by the fastest implementation that serves the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.errors import EjkernelError
+from ejkernel.kernels.rms_norm import xla
+from ejkernel.kernels.rms_norm.config import RowParams
+from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.operation import DifferentiableOperation
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class RmsNormConfig:
+    """How a call is run: by which implementation, in which blocks of rows."""
+
+    fwd_params: RowParams | None = None
+    bwd_params: RowParams | None = None
+    platform: Literal["triton", "xla"] | None = None
+
+
+class NormArgumentError(EjkernelError, ValueError):
+    """An argument of a norm does not fit the others."""
+
+
+class RmsNorm(DifferentiableOperation[RmsNormConfig, Any]):
+    """`x / sqrt(mean(x²) + epsilon) · (scale + scale_offset)` over the last axis; positional: x, scale, residual."""
+
+    backends = (
+        Backend("triton", "ejkernel.kernels.rms_norm.triton", RowParams, RowParams, capability=(8, 0), interpret=True),
+        Backend("xla", xla),
+    )
+    workload_module = "ejkernel.kernels.rms_norm.workloads"
+
+    def __init__(self, *, interpret: bool = False) -> None:
+        super().__init__("rms_norm", interpret=interpret)
+
+    def prepare(
+        self,
+        x: Any,
+        scale: Any = None,
+        residual: Any = None,
+        *,
+        epsilon: float = 1e-6,
+        scale_offset: float = 0.0,
+        platform: str | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks the arguments."""
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise NormArgumentError(f"x must be of a floating dtype, got {x.dtype}.")
+        if scale is not None and scale.shape != x.shape[-1:]:
+            raise NormArgumentError(f"scale must have shape {x.shape[-1:]}, got {scale.shape}.")
+        if residual is not None and residual.shape != x.shape:
+            raise NormArgumentError(f"residual must have the shape of x, {x.shape}, got {residual.shape}.")
+        asked = {} if platform is None else {"platform": platform}
+        return (x, scale, residual), {"epsilon": float(epsilon), "scale_offset": float(scale_offset), **asked}
+
+    def reference(self, x: Array, *rest: Any, platform: str | None = None, **kwargs: Any) -> Any:
+        """Plain JAX."""
+        return xla.forward(x, *rest, params=None, **kwargs)[0]
+
+
+_kernel = RmsNorm()
+
+
+def rms_norm(
+    x: Any,
+    scale: Any = None,
+    *,
+    residual: Any = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int = -1,
+    platform: str | None = None,
+    cfg: RmsNormConfig | None = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """Root mean square norm over one axis, with statistics in float32.
+
+    Args:
+      x: [..., columns], of a floating dtype.
+      scale: [columns]; None is ones.
+      residual: Added to x first; of the shape of x.
+      epsilon: Added to the mean square.
+      scale_offset: Added to scale: 1.0 for models that store the scale less one.
+      axis: The axis to normalise.
+      platform: "triton" or "xla": this implementation or an error.
+      cfg: How to run it; by default what was tuned, else a guess.
+      mesh: Run under `jax.shard_map` on this mesh.
+      in_specs: With `mesh`: the PartitionSpecs of x, scale and residual.
+      out_specs: With `mesh`: that of the output.
+
+    Returns:
+      The norm, of the shape and dtype of x. With `residual` a pair: the norm of the sum, and the sum.
+    """
+    if not -x.ndim <= axis < x.ndim:
+        raise NormArgumentError(f"axis must be in [{-x.ndim}, {x.ndim}), got {axis}.")
+    last = axis % x.ndim == x.ndim - 1
+    moved = (x, residual) if last else tuple(None if a is None else jnp.moveaxis(a, axis, -1) for a in (x, residual))
+    kwargs = {"epsilon": epsilon} | ({} if scale_offset == 0.0 else {"scale_offset": scale_offset})
+    shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    out = _kernel.call((moved[0], scale, moved[1]), kwargs, **shared)
+    return out if last else jax.tree.map(lambda a: jnp.moveaxis(a, -1, axis), out)

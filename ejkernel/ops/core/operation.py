@@ -1,0 +1,258 @@
+"""An operation as a list of backends: what they serve, their configs, dispatch and gradients follow from the list."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.core.workload import Workload
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class OperationArgumentError(EjkernelError, ValueError):
+    """An argument that all operations share (`cfg`, `platform`, `mesh`) does not fit the operation."""
+
+
+class Operation(Kernel[Cfg, Out]):
+    """A kernel whose implementations are listed in `backends`, the most promising first.
+
+    The config class is a frozen dataclass with `fwd_params`, `platform` and, for a `DifferentiableOperation`,
+    `bwd_params`. A subclass writes `prepare`, which checks the arguments, and `reference`. JAX differentiates the
+    backends' code, unless the subclass has a `custom_vjp`, or `vjp` with `fwd_with_residuals`.
+
+    Args:
+      name: The op id.
+      interpret: Run backends that can be interpreted in an interpreter, to test them on a CPU.
+    """
+
+    backends: ClassVar[tuple[Backend, ...]] = ()
+    source_modules: ClassVar[tuple[str, ...]] = ()
+    """Names of the modules whose code counts as the operation's own: those of its backends."""
+    workload_module: ClassVar[str | None] = None
+    """Name of a module with `WORKLOADS`, the named calls of tests, benchmarks and packs."""
+
+    def __init__(self, name: str | None = None, *, interpret: bool = False) -> None:
+        super().__init__(name)
+        self.interpret = interpret
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        sources = (b.source if isinstance(b.source, str) else getattr(b.source, "__name__", "") for b in cls.backends)
+        cls.source_modules = tuple(sources)
+        for backend in cls.__dict__.get("backends", ()):
+            cls._add(backend)
+
+    @classmethod
+    def _add(cls, backend: Backend) -> None:
+        _bind(cls, "run", backend)
+
+    @classmethod
+    def workloads(cls, device: str | None = None) -> list[Workload]:
+        """The named calls of this operation; those of one kind of device, if it is given."""
+        if cls.workload_module is None:
+            return []
+        found = importlib.import_module(cls.workload_module).WORKLOADS
+        return [w for w in found if device in (None, w.device)]
+
+    # --- What serves a call ---
+
+    def supports(self, inv: Invocation[Any, Any], platform: str) -> bool | str:
+        """Whether `platform` can serve the call, or its backward if `inv` is one."""
+        asked = inv.kwargs.get("platform")
+        if asked not in (None, platform):
+            return f"the call asks for platform={asked!r}"
+        reason = self._refusal(self.backend(platform), inv, isinstance(inv.kernel, BackwardKernel))
+        return True if reason is None else reason
+
+    def backend(self, platform: str) -> Backend:
+        """The backend of this name."""
+        found = next((b for b in self.backends if b.platform == platform), None)
+        if found is None:
+            have = ", ".join(b.platform for b in self.backends)
+            raise OperationArgumentError(f"{self.op_id}: has no platform {platform!r}, only {have}.")
+        return found
+
+    def _refusal(self, backend: Backend, inv: Invocation[Any, Any], backward: bool) -> str | None:
+        return backend.refusal(inv, backward=backward, interpret=self.interpret)
+
+    def ranked(self, inv: Invocation[Any, Any], *, backward: bool) -> Sequence[Backend]:
+        """The backends, the most promising for this call first; an untuned call takes the first that serves it."""
+        return self.backends
+
+    def serving(self, inv: Invocation[Any, Any], *, backward: bool = False) -> list[Backend]:
+        """The backends that can serve a call, the most promising first."""
+        asked = inv.kwargs.get("platform")
+        order = list(self.ranked(inv, backward=backward))
+        if self.interpret:
+            # Only where it is the one being tried: interpreted code is never the fastest.
+            order = [b for b in order if not b.interpret or b.platform == inv.platform]
+            order.sort(key=lambda b: b.platform != inv.platform)
+        return [b for b in order if asked in (None, b.platform) and self._refusal(b, inv, backward) is None]
+
+    # --- Configs ---
+
+    def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Cfg:
+        """The guess of the most promising backend that serves the call."""
+        return self._cfgs(inv, self._first(inv, backward=False), backward=False)[0]
+
+    def config_space(self, inv: Invocation[Any, Any]) -> list[Cfg]:
+        """The params of every backend that serves the call."""
+        return self._space(inv, backward=False)
+
+    def _first(self, inv: Invocation[Any, Any], *, backward: bool) -> Backend:
+        return next(iter(self.serving(inv, backward=backward)), self.backends[-1])
+
+    def _space(self, inv: Invocation[Any, Any], *, backward: bool) -> list[Cfg]:
+        """All params of the most promising backend, fewer of the others, so that a tuner can try all of them."""
+        serving = self.serving(inv, backward=backward) or [self.backends[-1]]
+        found: list[Cfg] = []
+        for place, backend in enumerate(serving):
+            cfgs = self._cfgs(inv, backend, backward=backward)
+            found += cfgs if backend.thorough else cfgs[:: max(len(cfgs) * place // 6, 1)]
+        return found
+
+    def _cfgs(self, inv: Invocation[Any, Any], backend: Backend, *, backward: bool) -> list[Cfg]:
+        name = "bwd_params" if backward else "fwd_params"
+        make = self.cfg_type
+        return [
+            make(**{name: params, "platform": backend.platform}) for params in backend.space(inv, backward=backward)
+        ]
+
+    # --- Running ---
+
+    def run_on(self, backend: Backend, /, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        """Runs a call that is not differentiated, or whose gradient JAX takes."""
+        run = getattr(backend.functions, "run", None)
+        if run is None:
+            return self._forward(backend, args, kwargs, cfg)[0]
+        return run(*args, params=self._params(backend, cfg), **self._options(backend), **_without_platform(kwargs))
+
+    def _forward(self, backend: Backend, args: Args, kwargs: Kwargs, cfg: Any) -> tuple[Any, Any]:
+        options = {**self._options(backend), **_without_platform(kwargs)}
+        return backend.functions.forward(*args, params=self._params(backend, cfg), **options)
+
+    def _params(self, backend: Backend, cfg: Any, *, backward: bool = False) -> Any:
+        params = cfg.bwd_params if backward else cfg.fwd_params
+        return backend.checked(self.op_id, params, backward=backward)
+
+    def _options(self, backend: Backend) -> dict[str, bool]:
+        return {"interpret": self.interpret} if backend.interpret else {}
+
+    # --- Calling ---
+
+    def call(
+        self,
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        cfg: Cfg | None = None,
+        platform: str | None = None,
+        mesh: Any = None,
+        in_specs: Any = None,
+        out_specs: Any = None,
+    ) -> Out:
+        """The call that an operation's public function makes, with the arguments that all operations share."""
+        if cfg is not None and not isinstance(cfg, self.cfg_type):
+            raise OperationArgumentError(
+                f"{self.op_id}: cfg must be a {self.cfg_type.__name__}, got {type(cfg).__name__}."
+            )
+        if (named := self._agreed_platform(platform, cfg)) is not None:
+            kwargs = {**kwargs, "platform": named}
+        if cfg is not None:
+            kwargs = {**kwargs, "cfg": cfg}
+        if mesh is not None or in_specs is not None or out_specs is not None:
+            kwargs = {**kwargs, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+        return self(*args, **kwargs)
+
+    def _agreed_platform(self, platform: str | None, cfg: Any) -> str | None:
+        if platform is not None:
+            self.backend(platform)
+        named = None if cfg is None else cfg.platform
+        if platform is not None and named is not None and platform != named:
+            raise OperationArgumentError(f"{self.op_id}: platform is {platform!r} and cfg.platform is {named!r}.")
+        return platform if platform is not None else named
+
+
+class DifferentiableOperation(Operation[Cfg, Out]):
+    """An operation whose backends have a backward of their own, chosen and tuned apart from the forward.
+
+    JAX differentiates the forward of a backend that has none. What a forward leaves for the backward must be the same
+    for all backends: any backward may follow any forward.
+    """
+
+    @classmethod
+    def _add(cls, backend: Backend) -> None:
+        for method in ("run", "fwd_with_residuals", "vjp"):
+            _bind(cls, method, backend)
+
+    def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> Cfg:
+        """The forward's own backend if its backward serves the call, else the most promising one that does."""
+        serving = self.serving(inv, backward=True)
+        same = next((b for b in serving if b.platform == inv.platform), None)
+        return self._cfgs(inv, same or self._first(inv, backward=True), backward=True)[0]
+
+    def config_space_vjp(self, inv: Invocation[Any, Any]) -> list[Cfg]:
+        """The params of every backend whose backward serves the call."""
+        return self._space(inv, backward=True)
+
+    def cfg_vjp(self, cfg: Any) -> Any:
+        """The backward's part of a config that has one."""
+        return None if cfg.bwd_params is None else replace(cfg, fwd_params=None)
+
+    def fwd_with_residuals_on(self, backend: Backend, /, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Any, Any]:
+        """The forward of a call that is differentiated."""
+        return self._forward(backend, args, kwargs, cfg)
+
+    def vjp_on(
+        self, backend: Backend, residuals: Any, out: Any, dout: Any, /, *args: Any, cfg: Cfg, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """The gradients, one per positional argument."""
+        backward = getattr(backend.functions, "backward", None)
+        if backward is None:
+            return self._differentiated(backend, dout, args, kwargs)
+        params = self._params(backend, cfg, backward=True)
+        options = {**self._options(backend), **_without_platform(kwargs)}
+        return backward(residuals, out, dout, *args, params=params, **options)
+
+    def _differentiated(self, backend: Backend, dout: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+        """What JAX makes of the forward with its guess; for backends that XLA compiles."""
+        moving = [i for i, x in enumerate(args) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def run(*moved: Any) -> Any:
+            given = dict(enumerate(args)) | dict(zip(moving, moved, strict=True))
+            options = {**self._options(backend), **_without_platform(kwargs)}
+            return backend.functions.forward(*given.values(), params=None, **options)[0]
+
+        grads = jax.vjp(run, *(args[i] for i in moving))[1](dout)
+        found = dict(zip(moving, grads, strict=True))
+        return tuple(found.get(i) for i in range(len(args)))
+
+
+def _bind(cls: type[Operation[Any, Any]], method: str, backend: Backend) -> None:
+    """Adds `<method>_<platform>`, by which kernels are dispatched, unless the class has written it."""
+    name = f"{method}_{backend.platform}"
+    if name in cls.__dict__:
+        return
+
+    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, f"{method}_on")(backend, *args, **kwargs)
+
+    bound.__name__, bound.__qualname__ = name, f"{cls.__qualname__}.{name}"
+    bound.__doc__ = f"`{method}` by the backend {backend.platform!r}."
+    setattr(cls, name, bound)
+
+
+def _without_platform(kwargs: Kwargs) -> Kwargs:
+    return {name: x for name, x in kwargs.items() if name != "platform"}

@@ -1,0 +1,1 @@
+"""Tuning what a program will call, before it runs, here or on other machines."""

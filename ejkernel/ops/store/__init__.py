@@ -1,0 +1,1 @@
+"""What is on disk: entries, files, packs, merging, locks."""

@@ -1,0 +1,1 @@
+"""Finding the best config: candidates, proving, racing, search, timers, workers."""

@@ -1,0 +1,285 @@
+"""A bench: the candidates of one problem, compiled and ready to be checked and timed in this process."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import queue
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from ejkernel import _compat
+from ejkernel.ops.core import context
+from ejkernel.ops.core.kernel import KernelDefinitionError
+from ejkernel.ops.tuning import timers
+from ejkernel.ops.tuning.cost import Cost, cost_of, flops_of
+from ejkernel.ops.tuning.problem import Problem
+from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.fingerprint import short_hash
+
+Outcome = Literal["failed", "wrong"]
+
+_CALLBACK = re.compile(r"custom_call @\w*callback")
+
+_measuring = threading.Lock()
+"""Two tunings of one process take turns, round by round: side by side they would time each other."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A candidate that compiled: what its program is, and the memory it takes beside its arguments."""
+
+    program: str
+    memory_bytes: int
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that may not race, and why."""
+
+    outcome: Outcome
+    reason: str
+    limit: tuple[str, float] | None = None
+    """The limit that it broke, by name: a wider one gives it another chance."""
+
+
+class Bench:
+    """Builds, proves and times candidates by number.
+
+    Args:
+      problem: What is tuned.
+      timer: A timer, `"wall"`, or `"auto"` for the best that works here.
+      cold: Whether every call finds the cache without its inputs.
+      num_warmup: Runs of each candidate before the first sample; the first one is the one that is checked.
+      exclusive: Whether this process only measures; then timers that would disturb others are allowed.
+      compile_s: How long compiling one candidate may take before it is given up.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        timer: timers.Timer | Literal["auto", "wall"] = "auto",
+        cold: bool = False,
+        num_warmup: int = 1,
+        exclusive: bool = False,
+        compile_s: float = 600.0,
+    ) -> None:
+        self.problem = problem
+        arrays, self._statics = arguments.split((problem.args, problem.kwargs))
+        # On the device once and for all: what a call costs is not what copying its arguments costs.
+        self._arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
+        self._cold = cold
+        self._num_warmup = max(1, num_warmup)
+        self._compile_s = compile_s
+        self._compiled: dict[int, Any] = {}
+        self._calls: dict[int, Callable[[], Any]] = {}
+        self._truth: Any = None
+        self.timer = self._choose_timer(timer, exclusive)
+
+    def _choose_timer(self, timer: timers.Timer | str, exclusive: bool) -> timers.Timer:
+        if not isinstance(timer, str):
+            return timer
+        on = [next(iter(x.devices())) for x in self._arrays]
+        device = on[0] if on else jax.local_devices()[0]
+        if timer == "wall":
+            return timers.available(device)[-1]
+        return timers.choose(device, exclusive=exclusive)
+
+    def build(self, candidates: Sequence[tuple[int, Any]]) -> list[Built | Rejected]:
+        """Compiles (number, config) pairs side by side."""
+        # Threads that nobody waits for after the limit: a compiler that hangs cannot be stopped from here.
+        return _side_by_side([_carried(functools.partial(self._build, *pair)) for pair in candidates], self._compile_s)
+
+    def _build(self, number: int, cfg: Any) -> Built | Rejected:
+        try:
+            fn = self.problem.make_fn(cfg)
+            # A fresh function for each candidate: JAX caches by function, and some caches forget the config.
+            program = jax.jit(lambda arrays: _call(fn, arguments.merge(arrays, self._statics)))
+            lowered = program.lower(self._arrays)
+            compiled = lowered.compile()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a candidate's failure is a result.
+            return _failed(error)
+        self._compiled[number] = compiled
+        analysis = compiled.memory_analysis()
+        memory = getattr(analysis, "temp_size_in_bytes", 0) or 0
+        text = lowered.as_text()
+        # Of a function on the host the text says only that there is one.
+        program = short_hash([text, number]) if _CALLBACK.search(text) else short_hash(text)
+        return Built(program, int(memory), cost_of(compiled, self._least_flops))
+
+    @functools.cached_property
+    def _least_flops(self) -> float:
+        """What the reference computes: it has no loops or kernels that hide their work, candidates often do."""
+        reference = self.problem.reference
+        if reference is None:
+            return 0.0
+        return flops_of(lambda arrays: _call(reference, arguments.merge(arrays, self._statics)), self._arrays)
+
+    def set_truth(self, number: int | None) -> None:
+        """Takes a candidate's output, or the problem's own truth, as the right answer."""
+        if number is None:
+            assert self.problem.truth is not None
+            self._truth = jax.block_until_ready(self.problem.truth())
+        else:
+            self._truth = jax.block_until_ready(self._compiled[number](self._arrays))
+
+    def prove(self, number: int) -> Rejected | None:
+        """Runs a candidate, compares its output with the truth, and warms it up."""
+        compiled = self._compiled[number]
+        try:
+            out = jax.block_until_ready(compiled(self._arrays))
+            reason = self.problem.mismatch(out, self._truth)
+            for _ in range(self._num_warmup - 1):
+                jax.block_until_ready(compiled(self._arrays))
+        except KernelDefinitionError:
+            raise  # No candidate is to blame.
+        except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
+            return _failed(error)
+        if reason is not None:
+            return Rejected("wrong", reason)
+        call = functools.partial(compiled, self._arrays)
+        self._calls[number] = timers.cold(compiled, (self._arrays,)) if self._cold else call
+        return None
+
+    def prove_gradient(self, cfg: Any) -> Rejected | None:
+        """Compares what a config gives under `jax.grad` with the truth, for kernels with a gradient of their own."""
+        if self.problem.prove_gradient is None:
+            return None
+        try:
+            reason = self.problem.prove_gradient(cfg)
+        except KernelDefinitionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
+            return _failed(error, "gradient: ")
+        return None if reason is None else Rejected("wrong", reason)
+
+    def measure(self, order: Sequence[int]) -> dict[int, float | Rejected]:
+        """One sample each, in this order, in seconds; a candidate that broke has its reason instead.
+
+        Raises:
+          TimerError: The clock broke, not a candidate.
+        """
+        try:
+            with _measuring:
+                return dict(zip(order, self.timer.measure([self._calls[number] for number in order]), strict=True))
+        except timers.TimerError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
+            if len(order) == 1:
+                return {order[0]: _failed(error)}
+        return {number: sample for each in order for number, sample in self.measure([each]).items()}
+
+    def use_wall_clock(self) -> None:
+        """For when the better timer stops working: another profiler was started meanwhile."""
+        self.timer = self._choose_timer("wall", exclusive=False)
+
+    def forget(self, number: int) -> None:
+        """Frees what a candidate that is out of the race holds."""
+        self._calls.pop(number, None)
+        self._compiled.pop(number, None)
+
+    def close(self) -> None:
+        """Frees everything."""
+        self._calls.clear()
+        self._compiled.clear()
+
+
+def _failed(error: BaseException, where: str = "") -> Rejected:
+    return Rejected("failed", f"{where}{type(error).__name__}: {error}{_place(error)}")
+
+
+def _place(error: BaseException) -> str:
+    """The last line of a kernel's own code that an error came through, as text; empty if there is none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_kernels(frame.filename)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+_OTHERS = tuple(
+    f"{path}{os.sep}" for path in (*jax.__path__, *jaxlib.__path__, *np.__path__, Path(__file__).parents[1])
+)
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+
+
+def _is_kernels(file: str) -> bool:
+    """Whether a file is neither JAX's, NumPy's, of this framework, nor of Python's own library."""
+    return not (file.startswith(("<", *_OTHERS)) or (file.startswith(_PYTHON) and "-packages" not in file))
+
+
+def _carried(job: Callable[[], Built | Rejected]) -> Callable[[], Built | Rejected]:
+    """`job` for another thread, with the options, overlays and policy of this one."""
+    config, scope, variables = _compat.thread_config(), context.same_scope(), contextvars.copy_context()
+
+    def inside() -> Built | Rejected:
+        with _compat.entered_config(config), scope:
+            return job()
+
+    return lambda: variables.run(inside)
+
+
+def _call(fn: Callable[..., Any], arguments_: Any) -> Any:
+    args, kwargs = arguments_
+    return fn(*args, **kwargs)
+
+
+def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float) -> list[Built | Rejected]:
+    """Results of jobs in threads, as many as there are cores; a job that passes its limit counts as failed.
+
+    What a job raises, its caller sees: a thread that ends without a result would be waited for until the limit.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(len(jobs)):
+        waiting.put(index)
+    results: dict[int, Built | Rejected] = {}
+    errors: list[BaseException] = []
+    started: dict[int, float] = {}
+    finished = threading.Condition()
+
+    def worker() -> None:
+        while True:
+            try:
+                index = waiting.get_nowait()
+            except queue.Empty:
+                return
+            started[index] = time.monotonic()
+            try:
+                result = jobs[index]()
+            except BaseException as error:  # noqa: BLE001 - raised where the results are awaited.
+                with finished:
+                    errors.append(error)
+                    finished.notify()
+                return
+            with finished:
+                results.setdefault(index, result)
+                finished.notify()
+
+    def start() -> None:
+        threading.Thread(target=worker, name="ejkernel-compile", daemon=True).start()
+
+    for _ in range(min(len(jobs), os.cpu_count() or 1)):
+        start()
+    with finished:
+        while len(results) < len(jobs):
+            finished.wait(timeout=0.2)
+            if errors:
+                raise errors[0]
+            now = time.monotonic()
+            for index, since in list(started.items()):
+                if index not in results and now - since > limit_s:
+                    reason = f"compiling took more than {limit_s:g} s"
+                    results[index] = Rejected("failed", reason, ("compile_s", limit_s))
+                    start()  # The thread is lost to the compiler.
+    return [results[index] for index in range(len(jobs))]

@@ -1,0 +1,234 @@
+"""What earlier tunings of a call left behind: an interrupted one goes on, and nothing is measured twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
+
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.store.persistent import PersistentCache
+from ejkernel.ops.store.provenance import collect
+from ejkernel.ops.tuning.bench import Outcome, Rejected
+from ejkernel.ops.tuning.outcome import Measurement
+from ejkernel.ops.tuning.standings import Ratio
+from ejkernel.ops.utils import classes
+from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.ops.utils.serialize import encode_cfg
+from ejkernel.ops.utils.source import source_hash
+
+_COMPARABLE = ("jax", "jaxlib", "driver")
+_SPACE = ("config_space", "candidate_cfgs", "heuristic_cfg")
+"""Methods that say what to try, and change nothing about what was tried."""
+
+
+def cfg_id(cfg: Any) -> str:
+    """A config's name among the trials of a call; by its text where it is more than data."""
+    try:
+        return short_hash(encode_cfg(cfg))
+    except EjkernelError:
+        return short_hash(repr(cfg))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """A race that came to its end.
+
+    Attributes:
+      winner: Who won, by `cfg_id`.
+      seconds: Time of every entrant, and of those that share a program with one.
+      measurement: The winner's, as data.
+      speedup: Over the guess, as data.
+    """
+
+    winner: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    measurement: Mapping[str, Any] | None = None
+    speedup: Mapping[str, Any] | None = None
+
+
+def _is_sound(record: Mapping[str, Any]) -> bool:
+    """Whether a line of a file is what this version writes: another may write more, and a damaged one anything."""
+    try:
+        return all(is_right(record[kind]) for kind, is_right in _CHECKS.items() if kind in record)
+    except (TypeError, KeyError, AttributeError):
+        return False
+
+
+def _is_rejected(each: Mapping[str, Any]) -> bool:
+    limit = each.get("limit")
+    is_limit = limit is None or (len(limit) == 2 and _is_text(limit[0]) and _is_time(limit[1]))
+    return is_limit and each["outcome"] in get_args(Outcome) and all(map(_is_text, (each["id"], each["reason"])))
+
+
+def _is_decided(each: Mapping[str, Any]) -> bool:
+    race = Decided(**each)
+    parts = [(Measurement, race.measurement), (Ratio, race.speedup)]
+    fit = all(data is None or _is_made_of(kind, data) for kind, data in parts)
+    return fit and _is_text(race.winner) and _is_times(race.seconds)
+
+
+def _is_made_of(kind: type, data: Mapping[str, Any]) -> bool:
+    """Whether the fields of a dataclass of numbers and texts are there, each of its type."""
+    made, hints = kind(**data), classes.hints(kind)
+    allowed = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    return all(
+        isinstance(value := getattr(made, name), kinds) or (float in kinds and type(value) is int)
+        for name, kinds in allowed.items()
+    )
+
+
+def _is_race(each: Mapping[str, Any]) -> bool:
+    return isinstance(each["goes_on"], bool) and _is_text(each["clock"]) and all(map(_is_text, each["entrants"]))
+
+
+def _is_times(each: Mapping[str, Any]) -> bool:
+    return all(map(_is_time, each.values()))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_proof(each: Mapping[str, Any]) -> bool:
+    return _is_text(each["id"]) and (each["reason"] is None or _is_text(each["reason"]))
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "proof": _is_proof,
+    "rejected": _is_rejected,
+    "decided": _is_decided,
+    "race": _is_race,
+    "round": _is_times,
+}
+
+
+class History:
+    """The trials of one call that were made with the same kernel source and toolchain as here.
+
+    Args:
+      store: Where they are kept; None remembers for this tuning only.
+      key: Of the call.
+      kernel: Whose source counts.
+      aim: What was measured, if not the ordinary time.
+      limits: In force now, by name: who failed at a tighter one gets another chance.
+    """
+
+    def __init__(
+        self,
+        store: PersistentCache | None = None,
+        key: Any = None,
+        kernel: Any = None,
+        *,
+        aim: str = "",
+        limits: Mapping[str, float | None] | None = None,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._limits = dict(limits or {})
+        found = collect()
+
+        def place(*, first: bool = False) -> str:
+            source = None if kernel is None else source_hash(kernel, skip=_SPACE, first=first)
+            return short_hash([*(found.get(name) for name in _COMPARABLE), source, aim])
+
+        self._at = place()
+        records = store.read_trials(key) if store is not None else []
+        # What was measured before hashes saw constants counts as it did then.
+        places = {self._at, place(first=True)} if records else {self._at}
+        self._records = [record for record in records if record.get("at") in places and _is_sound(record)]
+        pardoned = max((i + 1 for i, record in enumerate(self._records) if "pardoned" in record), default=0)
+        self.rejected = {
+            each["id"]: Rejected(each["outcome"], each["reason"])
+            for each in (record["rejected"] for record in self._records[pardoned:] if "rejected" in record)
+            if not self._is_looser(each.get("limit"))
+        }
+
+    def _all(self, kind: str) -> list[Any]:
+        return [record[kind] for record in self._records if kind in record]
+
+    def _is_looser(self, limit: Sequence[Any] | None) -> bool:
+        """Whether the limit that a candidate failed at is wider now."""
+        if limit is None:
+            return False
+        name, value = limit
+        now = self._limits.get(name)
+        return now is not None and now > value
+
+    def reject(self, cfg: Any, rejected: Rejected) -> None:
+        """Notes a candidate that must not be tried again."""
+        record = {"id": cfg_id(cfg), "cfg": repr(cfg), **asdict(rejected)}
+        self._append({"rejected": record})
+
+    def pardon(self) -> None:
+        """Forgets who was rejected, for good: those who still deserve it will be again."""
+        self.rejected = {}
+        self._append({"pardoned": True})
+
+    # --- Proofs ---
+
+    @property
+    def proofs(self) -> dict[str, str | None]:
+        """Configs of other calls by name: why each may not serve this one, None if it was proved that it may."""
+        return {each["id"]: each["reason"] for each in self._all("proof")}
+
+    def add_proof(self, name: str, cfg: Any, reason: str | None) -> None:
+        """Notes whether a config of another call may serve this one."""
+        self._append({"proof": {"id": name, "cfg": repr(cfg), "reason": reason}}, quiet=True)
+
+    # --- Races ---
+
+    def start_race(self, ids: Sequence[str], clock: str) -> list[dict[str, float]]:
+        """Notes a race among these, and returns the rounds of one that was interrupted and had them all."""
+        entrants: set[str] = set()
+        rounds: list[dict[str, float]] = []
+        for record in self._records:
+            if (race := record.get("race")) is not None:
+                rounds = rounds if race["goes_on"] else []
+                entrants = set(race["entrants"]) if race["clock"] == clock else set()
+            elif "round" in record:
+                rounds.append(record["round"])
+            elif "decided" in record:
+                entrants = set()
+        goes_on = entrants >= set(ids)
+        self._append({"race": {"entrants": sorted(ids), "clock": clock, "goes_on": goes_on}})
+        return rounds if goes_on else []
+
+    def add_round(self, seconds: Mapping[str, float]) -> None:
+        """Notes one round."""
+        self._append({"round": dict(seconds)})
+
+    def decide(self, decided: Decided) -> None:
+        """Notes that the race is over."""
+        self._append({"decided": asdict(decided)})
+
+    @property
+    def decided(self) -> Decided | None:
+        """The last race that was decided, with the times of all that were."""
+        races = [Decided(**each) for each in self._all("decided")]
+        if not races:
+            return None
+        seconds = {name: value for race in races for name, value in race.seconds.items()}
+        last = races[-1]
+        return Decided(winner=last.winner, seconds=seconds, measurement=last.measurement, speedup=last.speedup)
+
+    # --- Searches ---
+
+    def finish(self, space: str) -> None:
+        """Notes that a whole space was searched."""
+        self._append({"searched": space})
+
+    def has_searched(self, space: str) -> bool:
+        """Whether a search of this very space came to its end."""
+        return space in self._all("searched")
+
+    def _append(self, record: dict[str, Any], *, quiet: bool = False) -> None:
+        record = {"at": self._at, **record}
+        self._records.append(record)
+        if self._store is not None:
+            self._store.append_trial(self._key, record, quiet=quiet)

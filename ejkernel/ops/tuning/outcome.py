@@ -1,0 +1,161 @@
+"""What a tuning found: the winner, how surely, and what became of every candidate."""
+
+from __future__ import annotations
+
+import typing
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ejkernel.ops.core.context import same_cfg
+from ejkernel.ops.tuning.cost import Cost
+from ejkernel.ops.tuning.shortfall import grouped, shortfall
+from ejkernel.ops.tuning.standings import Estimate, Ratio
+
+Status = Literal["winner", "finalist", "unfinished", "raced out", "screened", "duplicate", "wrong", "failed"]
+
+
+_BEST_FIRST = typing.get_args(Status)
+
+
+def rank(status: str) -> int:
+    """How far a candidate came, as a number; the winner has the smallest."""
+    return _BEST_FIRST.index(status) if status in _BEST_FIRST else len(_BEST_FIRST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The time of one call: a median with the interval that holds it at 95 %, and the clock it was read from.
+
+    Fewer than six samples have no such interval: then `low_ms` and `high_ms` are None.
+    """
+
+    median_ms: float
+    low_ms: float | None
+    high_ms: float | None
+    samples: int
+    timer: str
+
+    @classmethod
+    def of(cls, estimate: Estimate | None, timer: str) -> Measurement | None:
+        """The same estimate in milliseconds."""
+        if estimate is None:
+            return None
+        return cls(
+            median_ms=1e3 * estimate.median_s,
+            low_ms=None if estimate.low_s is None else 1e3 * estimate.low_s,
+            high_ms=None if estimate.high_s is None else 1e3 * estimate.high_s,
+            samples=estimate.n,
+            timer=timer,
+        )
+
+    def __str__(self) -> str:
+        return time_text(self.median_ms, self.low_ms, self.high_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What became of one config."""
+
+    cfg: Any
+    status: Status
+    reason: str = ""
+    measurement: Measurement | None = None
+    guess: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The outcome of one tuning.
+
+    Attributes:
+      cfg: The winner.
+      complete: Whether it ran to its end, rather than to a budget or Ctrl-C.
+      measurement: The winner's time, from fresh samples.
+      speedup: Over the heuristic, with its interval; None if the heuristic could not run.
+      candidates: Every config that was considered.
+      timer: The clock; times of different clocks are not comparable.
+      rounds: Rounds of the race.
+      seconds: Time spent.
+      cost: What the call costs at least, as far as it can be counted.
+      keywords: The static keywords of the call as its caller writes them, each as text.
+      decided: Whether the race came to its end, though not every config need have taken part.
+    """
+
+    cfg: Any
+    complete: bool
+    measurement: Measurement | None
+    speedup: Ratio | None
+    candidates: tuple[Candidate, ...]
+    timer: str
+    rounds: int
+    seconds: float
+    cost: Cost | None = None
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    decided: bool = False
+
+    def has_beaten(self, cfg: Any) -> bool:
+        """Whether the winner was fairly compared with a config."""
+        return self.decided and any(c.measurement is not None and same_cfg(c.cfg, cfg) for c in self.candidates)
+
+    def ranked(self) -> list[Candidate]:
+        """Every config: the winner, then by how far they came, then by time; of different rounds, times mislead."""
+        time = lambda c: float("inf") if c.measurement is None else c.measurement.median_ms
+        return sorted(self.candidates, key=lambda c: (rank(c.status), time(c)))
+
+    def counts(self) -> dict[str, int]:
+        """How many candidates ended in which way."""
+        return dict(Counter(candidate.status for candidate in self.candidates))
+
+    def statistics(self) -> Mapping[str, Any]:
+        """The outcome as data, for the store."""
+        return {
+            "timer": self.timer,
+            "measurement": None if self.measurement is None else asdict(self.measurement),
+            "speedup": None if self.speedup is None else asdict(self.speedup),
+            "rounds": self.rounds,
+            "seconds": round(self.seconds, 3),
+            "cost": None if self.cost is None else asdict(self.cost),
+            "keywords": dict(self.keywords),
+            "counts": self.counts(),
+            "candidates": [_candidate(c) for c in self.candidates],
+        }
+
+    def summary(self) -> str:
+        """One paragraph for a person."""
+        counts = ", ".join(f"{n} {status}" for status, n in self.counts().items())
+        lines = [
+            f"tried {len(self.candidates)}: {counts}; {self.rounds} rounds, {self.timer} timer, {self.seconds:.1f} s"
+        ]
+        lines.append(
+            f"winner {self.cfg!r}: {self.measurement or 'not measured'}{'' if self.complete else ' (incomplete)'}"
+        )
+        if self.speedup is not None:
+            gain = self.speedup
+            lines.append(f"speed-up over the heuristic {gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]")
+        lines += [f"  {reason}" for reason in grouped(self.candidates)]
+        return "\n".join(lines)
+
+    def shortfall(self, place: str) -> str | None:
+        """What to tell the caller if this is not what they think; `place` is where the kernel is written."""
+        return shortfall(self, place)
+
+
+def time_text(median_ms: float, low_ms: float | None, high_ms: float | None) -> str:
+    """A time in one line, with its interval if there is one: `1.23 ms [1.2, 1.25]`."""
+    interval = "" if low_ms is None or high_ms is None else f" [{low_ms:.4g}, {high_ms:.4g}]"
+    return f"{median_ms:.4g} ms{interval}"
+
+
+def _candidate(c: Candidate) -> dict[str, Any]:
+    measured = c.measurement
+    times = {} if measured is None else {"low_ms": measured.low_ms, "high_ms": measured.high_ms, "n": measured.samples}
+    return {
+        "cfg": repr(c.cfg),
+        "status": c.status,
+        "reason": c.reason,
+        "guess": c.guess,
+        "median_ms": None if measured is None else measured.median_ms,
+        **times,
+    }

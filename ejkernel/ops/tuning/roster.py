@@ -1,0 +1,127 @@
+"""The roster of a tuning: its candidates by number, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ejkernel.ops.tuning.history import cfg_id
+from ejkernel.ops.tuning.outcome import Candidate, Measurement, Status
+from ejkernel.ops.tuning.standings import RaceResult
+
+
+@dataclass
+class Roster:
+    """Candidates in the order in which they were proposed; the number of one is its place.
+
+    Attributes:
+      guess: The heuristic's config.
+      cfgs: The configs.
+      ends: How those ended that did not race to the end, with reasons.
+      twins: Who shares a program with an earlier candidate, which then stands for both.
+      seconds: Times, comparable between all races.
+      best: The winner so far.
+    """
+
+    guess: Any
+    cfgs: list[Any] = field(default_factory=list)
+    ends: dict[int, tuple[Status, str]] = field(default_factory=dict)
+    twins: dict[int, int] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    best: int | None = None
+    _memory: dict[int, int] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
+    _programs: dict[str, int] = field(default_factory=dict)
+
+    def number(self, cfg: Any) -> int:
+        """The number of a config, a new one if it is new."""
+        found = self._numbers.setdefault(cfg_id(cfg), len(self.cfgs))
+        if found == len(self.cfgs):
+            self.cfgs.append(cfg)
+        return found
+
+    def name(self, number: int) -> str:
+        """What the history knows a candidate by."""
+        return cfg_id(self.cfgs[number])
+
+    def is_new(self, number: int, program: str, memory_bytes: int) -> bool:
+        """Notes what a candidate compiled to; False if another one has the same program."""
+        twin = self._programs.setdefault(program, number)
+        if twin == number:
+            self._memory[number] = memory_bytes
+            return True
+        self.twins[number] = twin
+        self.ends[number] = ("duplicate", f"the same program as {self.cfgs[twin]!r}")
+        return False
+
+    def reject(self, number: int, status: Status, reason: str) -> None:
+        """Takes a candidate out."""
+        self.ends[number] = (status, reason)
+        # The next one with this program gets to speak for itself.
+        self._programs = {program: n for program, n in self._programs.items() if n != number}
+        if number == self.best:
+            self.best = None
+
+    def pardon(self, names: Container[str]) -> None:
+        """Lets those back in who go by these names."""
+        self.ends = {n: end for n, end in self.ends.items() if self.name(n) not in names}
+
+    def release(self, number: int) -> list[int]:
+        """Those that a rejected candidate stood for; from now on they stand for themselves."""
+        free = [n for n, twin in self.twins.items() if twin == number]
+        for n in free:
+            del self.twins[n], self.ends[n]
+        return free
+
+    def is_rejected(self, number: int) -> bool:
+        """Whether a candidate is out for good."""
+        return self.ends.get(number, ("", ""))[0] in ("failed", "wrong")
+
+    @property
+    def heuristic(self) -> int | None:
+        """The guess, or who stands for it, unless it is out or was not proposed."""
+        number = self._numbers.get(cfg_id(self.guess))
+        number = None if number is None else self.twins.get(number, number)
+        return None if number is None or self.is_rejected(number) else number
+
+    def time(self, number: int) -> float:
+        """Seconds of a candidate; infinite if it has none."""
+        return self.seconds.get(self.twins.get(number, number), float("inf"))
+
+    def preference(self, number: int) -> tuple[int, str]:
+        """Among equals the one that needs less memory, then the lower hash: the same on every host."""
+        return self._memory.get(number, 0), self.name(number)
+
+    def adopt(self, result: RaceResult[int]) -> None:
+        """Takes over the winner and the times of a race."""
+        found = {s.key: s.estimate.median_s for s in result.standings if s.estimate is not None}
+        # The machine may be slower now than in an earlier race; who took part in both tells by how much.
+        anchor = next((n for n in (self.best, self.heuristic) if n in found and n in self.seconds), None)
+        scale = 1.0 if anchor is None else self.seconds[anchor] / found[anchor]
+        self.seconds |= {n: seconds * scale for n, seconds in found.items()}
+        self.best = result.winner
+
+    def times_of(self, numbers: Iterable[int]) -> dict[str, float]:
+        """Seconds by name, of these and of those that they stand for."""
+        wanted = set(numbers)
+        everyone = (n for n in range(len(self.cfgs)) if n in wanted or self.twins.get(n) in wanted)
+        return {self.name(n): self.time(n) for n in everyone if self.time(n) < float("inf")}
+
+    def report(self, results: list[RaceResult[int]], timer: str, earlier: str) -> Iterator[Candidate]:
+        """What became of every candidate; `earlier` is said of those that raced in another tuning."""
+        standings = {s.key: s for result in results for s in result.standings}
+        for n, cfg in enumerate(self.cfgs):
+            standing = standings.get(n)
+            if n == self.best:
+                status, reason = "winner", ""
+            elif n in self.ends:
+                status, reason = self.ends[n]
+            elif standing is not None:
+                status, reason = standing.status, standing.reason
+                status = "raced out" if status == "winner" else status
+            else:
+                status, reason = ("raced out", earlier) if n in self.seconds else ("unfinished", "")
+            measured = None if standing is None else Measurement.of(standing.estimate, timer)
+            guess = self.name(n) == cfg_id(self.guess)
+            yield Candidate(cfg=cfg, status=status, reason=reason, measurement=measured, guess=guess)

@@ -1,0 +1,22 @@
+"""Exhaustive search: all configs in one batch."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from ejkernel.ops.tuning.search.base import Trial
+from ejkernel.ops.tuning.search.space import Space, identity
+
+Cfg = TypeVar("Cfg")
+
+
+class Exhaustive(Generic[Cfg]):
+    """Tries the seeds and everything in the space."""
+
+    def __init__(self, space: Space[Cfg], seeds: Sequence[Cfg] = ()) -> None:
+        self.space = space
+        self.seeds = list(seeds)
+
+    def propose(self, trials: Sequence[Trial[Cfg]]) -> list[Cfg]:
+        tried = {identity(trial.cfg) for trial in trials}
+        fresh = {identity(cfg): cfg for cfg in (*self.seeds, *self.space)}
+        return [cfg for key, cfg in fresh.items() if key not in tried]

@@ -1,0 +1,37 @@
+"""Services: what lower rooms ask of higher ones, as functions that `ejkernel.ops.wiring` fills in.
+
+Imports point one way, from higher rooms to lower ones. Where a kernel must run itself, or a selector must measure, the
+function that does it stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Services:
+    """One function per question. They are there as soon as `ejkernel.ops` is imported."""
+
+    call: Callable[..., Any]
+    """`call(kernel, *args, **kwargs)` runs a kernel through the default executor."""
+    default_chooser: Callable[[], Any]
+    """The chooser of the default executor."""
+    traced: Callable[[str, str], Any]
+    """`traced(op_id, call_key)` is the call of that identity that was traced in this process; None if there is none."""
+    record: Callable[[Any], None]
+    """`record(inv)` writes a call into the record file."""
+    make_tuner: Callable[[Any], Any]
+    """`make_tuner(tuner)` is what measures for a selector that was given `tuner`, or None."""
+    share_tuner: Callable[..., Any]
+    """`share_tuner(tuner, kernel, policy, agreement, place, claim)`: what it becomes when all processes measure."""
+    prove: Callable[..., Any]
+    """`prove(inv, kernel, cfg, store, now=)`: whether a config of another call may serve `inv`; `reason` says why not.
+
+    Without `now` nothing is run: None if it is not known yet.
+    """
+    joint: Callable[[Any], Any]
+    """`joint(selector)` chooses together with the other processes; None if there are none."""
+
+
+services = Services()

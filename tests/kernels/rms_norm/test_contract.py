@@ -1,0 +1,84 @@
+"""Every backend of RMSNorm against float64."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.modules import RmsNorm, rms_norm
+from ejkernel.modules.rms_norm import NormArgumentError
+from tests.kernels.contract import OperationCase, check
+
+
+def oracle(x, scale, residual, epsilon=1e-6, scale_offset=0.0):
+    total = x if residual is None else x + residual
+    out = total / jnp.sqrt(jnp.mean(total**2, axis=-1, keepdims=True) + epsilon)
+    out = out if scale is None else out * (scale + scale_offset)
+    return out if residual is None else (out, total)
+
+
+def case(name, *shape, scale=True, residual=False, **options):
+    make = lambda rng: [
+        rng.normal(size=shape),
+        rng.normal(size=shape[-1:]) if scale else None,
+        rng.normal(size=shape) if residual else None,
+    ]
+    return OperationCase(name, make, **options)
+
+
+CASES = [
+    case("plain", 6, 64),
+    case("without a scale", 6, 64, scale=False),
+    case("residual", 5, 32, residual=True),
+    case("residual without a scale", 5, 32, residual=True, scale=False),
+    case("scale offset", 3, 16, kwargs={"scale_offset": 1.0, "epsilon": 1e-2}),
+    case("three axes, odd columns", 2, 3, 37),
+    case("one row", 1, 130, residual=True),
+    case("one column", 7, 1, kwargs={"epsilon": 0.5}),
+    case("one axis", 24),
+    case("many rows", 70, 8),
+    case("bfloat16", 6, 64, dtype="bfloat16"),
+    case("float16, residual", 6, 64, dtype="float16", residual=True, limit=8e-3),
+    case("no rows", 0, 8, refused_by=frozenset({"triton"})),
+]
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backend_agrees_with_float64_or_refuses(case, platform):
+    check(RmsNorm, platform, case, oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backend_agrees_on_a_gpu(case, platform):
+    check(RmsNorm, platform, case, oracle)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_any_axis_can_be_normalised(axis):
+    x = jax.random.normal(jax.random.key(0), (4, 5, 6))
+    want = x / jnp.sqrt(jnp.mean(x**2, axis=axis, keepdims=True) + 1e-6)
+    assert jnp.allclose(rms_norm(x, axis=axis), want, atol=1e-5)
+
+
+def test_vmap_and_jit_agree_with_the_plain_call():
+    x, scale = jax.random.normal(jax.random.key(0), (3, 4, 8)), jnp.arange(8.0)
+    want = rms_norm(x, scale)
+    assert jnp.allclose(jax.vmap(lambda x: rms_norm(x, scale))(x), want)
+    assert jnp.allclose(jax.jit(rms_norm)(x, scale), want)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((jnp.zeros((2, 4)), jnp.zeros(3)), {}, r"scale must have shape \(4,\), got \(3,\)"),
+        ((jnp.zeros((2, 4)),), {"residual": jnp.zeros((2, 3))}, "residual must have the shape of x"),
+        ((jnp.zeros((2, 4), int),), {}, "x must be of a floating dtype"),
+        ((jnp.zeros((2, 4)),), {"axis": 2}, "axis must be in"),
+    ],
+)
+def test_wrong_arguments_are_named(args, kwargs, words):
+    with pytest.raises(NormArgumentError, match=words):
+        rms_norm(*args, **kwargs)
