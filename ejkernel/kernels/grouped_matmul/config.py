@@ -1,0 +1,125 @@
+"""What the Hopper kernels for grouped products may be tuned over, and what the chip allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+SMEM_LIMIT_BYTES = 232_448  # What one block may ask for on sm90.
+WGMMA_ROWS = 64
+STEP = 64  # Elements of the contraction in one step: one swizzle of 16-bit elements.
+ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
+_BARRIER_BYTES = 1_024
+_SPARE_REGISTERS = 40  # Addresses, counters, what an epilogue holds beside the accumulator.
+
+Split = Literal["rows", "columns"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Tile:
+    """What the forward kernel and that of drhs share.
+
+    Attributes:
+      consumers: Warpgroups that compute.
+      rows: Rows of the result that a consumer owns: 64, or 128 in two products.
+      block_n: Columns of a block's tile.
+      split: What consumers share out: `rows` of a tile, or its `columns`.
+      stages: Steps of 64 in flight.
+      cluster: Blocks that load together.
+      band: Tiles of rows that are walked before the next tile of columns, for the sake of the L2 cache.
+      store_columns: Columns that leave at once through shared memory.
+      store_slots: Such pieces of memory for each consumer.
+    """
+
+    consumers: int = 2
+    rows: int = 64
+    block_n: int = 256
+    split: Split = "rows"
+    stages: int = 4
+    cluster: int = 2
+    band: int = 8
+    store_columns: int = 64
+    store_slots: int = 2
+
+    @property
+    def block_m(self) -> int:
+        return self.rows * (self.consumers if self.split == "rows" else 1)
+
+    @property
+    def columns(self) -> int:
+        """Columns that a consumer owns."""
+        return self.block_n // (self.consumers if self.split == "columns" else 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        return {1: 240, 2: 240, 3: 160}[self.consumers]
+
+    @property
+    def producer_registers(self) -> int:
+        return {1: 24, 2: 24, 3: 32}[self.consumers]
+
+    def smem_bytes(self, out_bytes: int = 2) -> int:
+        """Shared memory of one block: the rings of both operands, and what stores go through."""
+        ring = self.stages * (self.block_m + self.block_n) * STEP * 2
+        store = self.consumers * self.store_slots * WGMMA_ROWS * self.store_columns * out_bytes
+        return ring + store + _BARRIER_BYTES
+
+    def live_registers(self) -> int:
+        """Registers a consumer thread holds: its part of the result, and the rest."""
+        return self.rows // WGMMA_ROWS * self.columns // 2 + _SPARE_REGISTERS
+
+    def unfit(self, out_bytes: int = 2) -> str | None:
+        """Says why this config cannot run with results of `out_bytes` an element, or `None` if it can."""
+        piece = 128 // out_bytes
+        if self.consumers not in (1, 2, 3):
+            return f"consumers must be 1, 2 or 3, got {self.consumers}"
+        if self.rows not in (64, 128):
+            return f"rows must be 64 or 128, got {self.rows}"
+        if self.columns % 64 or not 64 <= self.columns <= 256 or self.columns * self.consumers < self.block_n:
+            return f"a consumer's columns must be 64, 128, 192 or 256, got {self.columns} of {self.block_n}"
+        if self.stages < 2:
+            return f"stages must be at least 2, got {self.stages}"
+        if self.cluster not in (1, 2):
+            return f"cluster must be 1 or 2, got {self.cluster}"
+        if self.band < 1 or self.store_slots < 1:
+            return f"band and store_slots must be at least 1, got {self.band} and {self.store_slots}"
+        if self.store_columns % piece or self.columns % self.store_columns:
+            return f"store_columns must be a multiple of {piece} that divides {self.columns}, got {self.store_columns}"
+        if (smem := self.smem_bytes(out_bytes)) > SMEM_LIMIT_BYTES:
+            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
+        if (live := self.live_registers()) > self.consumer_registers:
+            return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MosaicConfig(_Tile):
+    """One way to run the forward kernel; rows are those of lhs, columns those of the result."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MosaicDrhsConfig(_Tile):
+    """One way to run the kernel of drhs; rows are the columns of lhs, columns those of dout."""
+
+
+def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicConfig]:
+    """Configs for a forward pass that fit the chip, the guess first."""
+    return list(dict.fromkeys(cfg for cfg in _forward(rows, groups, n) if cfg.unfit(out_bytes) is None))
+
+
+def _forward(rows: int, groups: int, n: int) -> Iterator[MosaicConfig]:
+    few = rows <= 32 * groups
+    if few:
+        yield MosaicConfig(split="columns", stages=5, cluster=1)
+    for cluster, (consumers, height, block_n, split), band in itertools.product(
+        (2, 1), ((2, 64, 256, "rows"), (2, 128, 128, "rows"), (2, 64, 192, "rows"), (2, 64, 256, "columns")), (8, 4, 16)
+    ):
+        for stages in (5, 4, 3):
+            cfg = MosaicConfig(
+                consumers=consumers, rows=height, block_n=block_n, split=split, stages=stages, cluster=cluster, band=band
+            )
+            if cfg.unfit() is None:
+                yield cfg
+                break
