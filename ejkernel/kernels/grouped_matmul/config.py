@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 SMEM_LIMIT_BYTES = 232_448  # What one block may ask for on sm90.
 WGMMA_ROWS = 64
@@ -106,20 +106,37 @@ class MosaicDrhsConfig(_Tile):
 
 def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicConfig]:
     """Configs for a forward pass that fit the chip, the guess first."""
-    return list(dict.fromkeys(cfg for cfg in _forward(rows, groups, n) if cfg.unfit(out_bytes) is None))
+    few = [MosaicConfig(split="columns", cluster=1)] if rows <= 32 * groups else []
+    fits = (_deepest(cfg, out_bytes) for cfg in [*few, *_shapes(MosaicConfig)])
+    return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
 
 
-def _forward(rows: int, groups: int, n: int) -> Iterator[MosaicConfig]:
-    few = rows <= 32 * groups
-    if few:
-        yield MosaicConfig(split="columns", stages=5, cluster=1)
-    for cluster, (consumers, height, block_n, split), band in itertools.product(
-        (2, 1), ((2, 64, 256, "rows"), (2, 128, 128, "rows"), (2, 64, 192, "rows"), (2, 64, 256, "columns")), (8, 4, 16)
-    ):
-        for stages in (5, 4, 3):
-            cfg = MosaicConfig(
-                consumers=consumers, rows=height, block_n=block_n, split=split, stages=stages, cluster=cluster, band=band
-            )
-            if cfg.unfit() is None:
-                yield cfg
-                break
+def drhs_space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicDrhsConfig]:
+    """Configs for a gradient of the weights that fit the chip, the guess first."""
+    fits = (_deepest(cfg, out_bytes) for cfg in _shapes(MosaicDrhsConfig))
+    return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
+
+
+_Config = TypeVar("_Config", bound=_Tile)
+
+
+def _shapes(kind: type[_Config]) -> Iterator[_Config]:
+    shapes: tuple[tuple[int, int, Split], ...] = (
+        (64, 256, "rows"),
+        (128, 128, "rows"),
+        (64, 192, "rows"),
+        (64, 128, "rows"),
+        (64, 256, "columns"),
+        (128, 256, "columns"),
+    )
+    for (rows, block_n, split), cluster, band in itertools.product(shapes, (2, 1), (8, 16, 4)):
+        yield kind(rows=rows, block_n=block_n, split=split, cluster=cluster, band=band)
+
+
+def _deepest(cfg: _Config, out_bytes: int) -> _Config | None:
+    """The same with as many stages as there is memory for, and stores of 128 bytes a row."""
+    for stages in range(7, 2, -1):
+        deep = dataclasses.replace(cfg, stages=stages, store_columns=128 // out_bytes)
+        if deep.unfit(out_bytes) is None:
+            return deep
+    return None
