@@ -14,7 +14,7 @@ ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
 _BARRIER_BYTES = 1_024
 _SPARE_REGISTERS = 40  # Addresses, counters, what an epilogue holds beside the accumulator.
 
-Split = Literal["rows", "columns"]
+Split = Literal["rows", "columns", "tiles"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +25,9 @@ class _Tile:
       consumers: Warpgroups that compute.
       rows: Rows of the result that a consumer owns: 64, or 128 in two products.
       block_n: Columns of a block's tile.
-      split: What consumers share out: `rows` of a tile, or its `columns`.
-      stages: Steps of 64 in flight.
+      split: What consumers share out: `rows` of a tile, its `columns`, or whole `tiles`: then each has its own
+        producer, and one stores while another computes.
+      stages: Steps of 64 in flight in a ring; there is one ring, or one for each consumer that does whole tiles.
       cluster: Blocks that load together.
       band: Tiles of rows that are walked before the next tile of columns, for the sake of the L2 cache.
       store_columns: Columns that leave at once through shared memory.
@@ -53,16 +54,29 @@ class _Tile:
         return self.block_n // (self.consumers if self.split == "columns" else 1)
 
     @property
+    def rings(self) -> int:
+        """Rings of shared memory, each with a producer."""
+        return self.consumers if self.split == "tiles" else 1
+
+    @property
+    def slots(self) -> int:
+        return self.rings * self.stages
+
+    @property
+    def warpgroups(self) -> int:
+        return self.consumers + self.rings
+
+    @property
     def consumer_registers(self) -> int:
-        return {1: 240, 2: 240, 3: 160}[self.consumers]
+        return {2: 240, 3: 240, 4: 160 if self.rings == 1 else 216}[self.warpgroups]
 
     @property
     def producer_registers(self) -> int:
-        return {1: 24, 2: 24, 3: 32}[self.consumers]
+        return {2: 24, 3: 24, 4: 32 if self.rings == 1 else 40}[self.warpgroups]
 
     def smem_bytes(self, out_bytes: int = 2) -> int:
         """Shared memory of one block: the rings of both operands, and what stores go through."""
-        ring = self.stages * (self.block_m + self.block_n) * STEP * 2
+        ring = self.slots * (self.block_m + self.block_n) * STEP * 2
         store = self.consumers * self.store_slots * WGMMA_ROWS * self.store_columns * out_bytes
         return ring + store + _BARRIER_BYTES
 
@@ -75,6 +89,8 @@ class _Tile:
         piece = 128 // out_bytes
         if self.consumers not in (1, 2, 3):
             return f"consumers must be 1, 2 or 3, got {self.consumers}"
+        if self.split == "tiles" and self.consumers != 2:
+            return f"consumers must be 2 where each does whole tiles, got {self.consumers}"
         if self.rows not in (64, 128):
             return f"rows must be 64 or 128, got {self.rows}"
         if self.columns % 64 or not 64 <= self.columns <= 256 or self.columns * self.consumers < self.block_n:
@@ -123,6 +139,8 @@ _Config = TypeVar("_Config", bound=_Tile)
 def _shapes(kind: type[_Config]) -> Iterator[_Config]:
     shapes: tuple[tuple[int, int, Split], ...] = (
         (64, 256, "rows"),
+        (128, 128, "tiles"),
+        (64, 192, "tiles"),
         (128, 128, "rows"),
         (64, 192, "rows"),
         (64, 128, "rows"),
@@ -135,7 +153,7 @@ def _shapes(kind: type[_Config]) -> Iterator[_Config]:
 
 def _deepest(cfg: _Config, out_bytes: int) -> _Config | None:
     """The same with as many stages as there is memory for, and stores of 128 bytes a row."""
-    for stages in range(7, 2, -1):
+    for stages in range(7, 1, -1):
         deep = dataclasses.replace(cfg, stages=stages, store_columns=128 // out_bytes)
         if deep.unfit(out_bytes) is None:
             return deep

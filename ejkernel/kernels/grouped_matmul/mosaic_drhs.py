@@ -16,12 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_wgmma import layout_cast
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrhsConfig, drhs_space
-from ejkernel.kernels.grouped_matmul.groups import bounds
-from ejkernel.kernels.grouped_matmul.mosaic import staging, store_whole
+from ejkernel.kernels.grouped_matmul.mosaic import ring_of, staging, store_whole, walk
+from ejkernel.kernels.grouped_matmul.mosaic_schedule import largest_first
+from ejkernel.kernels.grouped_matmul.mosaic_store import put
 
 Array = jax.Array
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -59,46 +61,40 @@ def drhs(
     row_tiles, column_tiles = -(-k // (cfg.block_m * cfg.cluster)), -(-n // cfg.block_n)
     blocks = min(blocks // cfg.cluster, groups * row_tiles * column_tiles)
     scratch = {
-        "a_smem": swizzled((cfg.stages, STEP, cfg.block_m), lhs.dtype),
-        "b_smem": swizzled((cfg.stages, STEP, cfg.block_n), dout.dtype),
+        "a_smem": swizzled((cfg.slots, STEP, cfg.block_m), lhs.dtype),
+        "b_smem": swizzled((cfg.slots, STEP, cfg.block_n), dout.dtype),
         "o_smem": staging(cfg, out_dtype),
-        "full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
-        "free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
-        "masked": plgpu.Barrier(num_arrivals=cfg.consumers),
+        "full": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=2),
+        "free": shared_barrier(cfg.cluster, cfg.slots, cfg.consumers // cfg.rings),
+        "masked": plgpu.Barrier(num_arrivals=cfg.consumers) if cfg.rings == 1 else None,
     }
-    body = functools.partial(_kernel, cfg=cfg, tiles=(row_tiles, column_tiles), blocks=blocks)
+    body = functools.partial(
+        _kernel, cfg=cfg, tiles=(row_tiles, column_tiles), blocks=blocks, interpret=bool(interpret)
+    )
     return launch(
         body,
-        *(lhs, dout, _largest_first(group_sizes, rows, first_row)),
+        *(lhs, dout, *largest_first(group_sizes, rows, first_row)),
         out_type=jax.ShapeDtypeStruct((groups, k, n), out_dtype),
         blocks=blocks,
         cluster=cfg.cluster,
-        consumers=cfg.consumers,
+        consumers=cfg.consumers + cfg.rings - 1,
         scratch=scratch,
         interpret=interpret,
     )
 
 
-def _largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> Array:
-    """Group, first row and end of each group, `[G, 3]`, by falling size."""
-    starts, ends = bounds(group_sizes, rows, first_row)
-    sizes, index = ends - starts, jnp.arange(starts.shape[0], dtype=jnp.int32)
-    # A sort would be several kernels; this is one.
-    larger = (sizes[None] > sizes[:, None]) | ((sizes[None] == sizes[:, None]) & (index[None] < index[:, None]))
-    rank = larger.sum(axis=1, dtype=jnp.int32)
-    facts = jnp.stack([index, starts, ends], axis=1)
-    return jnp.where((rank[None] == index[:, None])[:, :, None], facts[None], 0).sum(axis=1, dtype=jnp.int32)
-
-
 def _kernel(
     lhs_ref,
     dout_ref,
-    table_ref,
+    group_ref,
+    start_ref,
+    end_ref,
     out_ref,
     *,
     cfg: MosaicDrhsConfig,
     tiles: tuple[int, int],
     blocks: int,
+    interpret: bool,
     a_smem,
     b_smem,
     o_smem,
@@ -109,18 +105,19 @@ def _kernel(
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
     place = place_in_cluster(cfg.cluster)
     row_tiles, column_tiles = tiles
-    per_group = row_tiles * column_tiles
-    mine = lax.div(out_ref.shape[0] * per_group - block + (blocks - 1), jnp.int32(blocks))
+    groups, per_group = out_ref.shape[0], row_tiles * column_tiles
+    mine = lax.div(groups * per_group - block + (blocks - 1), jnp.int32(blocks))
+    ring, slot_of = ring_of(cfg, wg)
 
-    def slot_of(step):
-        return lax.rem(step, jnp.int32(cfg.stages))
+    def fetch(i):
+        """Reads which group this block's item `i` belongs to; not used before a tile later, it costs no time."""
+        rank = jnp.minimum(lax.div(block + i * blocks, jnp.int32(per_group)), groups - 1)
+        return group_ref[rank], start_ref[rank], end_ref[rank]
 
-    def tile_of(i):
-        """Returns group, its first row and end, the steps over them, and row and column of this block's tile."""
-        item = block + i * blocks
-        rank = lax.div(item, jnp.int32(per_group))
-        group, start, end = (table_ref[rank, field] for field in range(3))
-        local = item - rank * per_group
+    def decode(i, fields):
+        """This block's part of its item `i`, and the steps over the group's rows."""
+        group, start, end = fields
+        local = lax.rem(block + i * blocks, jnp.int32(per_group))
         band = lax.div(local, jnp.int32(cfg.band * column_tiles))
         height = jnp.minimum(row_tiles - band * cfg.band, cfg.band)
         local = local - band * (cfg.band * column_tiles)
@@ -128,14 +125,14 @@ def _kernel(
         row = (band * cfg.band + (local - column * height)) * cfg.cluster + place
         base = start - lax.rem(start, jnp.int32(ALIGNED_ROWS))
         steps = jnp.where(end > start, lax.div(end - base + (STEP - 1), jnp.int32(STEP)), 0)
-        return group, start, end, base, steps, row * cfg.block_m, column * cfg.block_n
+        return (group, start - base, end - base, base, row * cfg.block_m, column * cfg.block_n), steps
 
-    @pl.when(wg == cfg.consumers)
+    @pl.when(wg >= cfg.consumers)
     def _produce():
         plgpu.set_max_registers(cfg.producer_registers, action="decrease")
 
-        def tile(i, step):
-            _, _, _, base, steps, row, column = tile_of(i)
+        def tile(item, steps, step):
+            _, _, _, base, row, column = item
 
             def load(s, _):
                 slot = slot_of(step + s)
@@ -146,51 +143,58 @@ def _kernel(
                 shared_load(cfg.cluster, b, b_smem.at[slot], full.at[slot])
 
             lax.fori_loop(0, steps, load, None)
-            return step + steps
 
-        lax.fori_loop(0, mine, tile, jnp.int32(0))
+        walk(cfg, ring, mine, fetch, decode, tile)
         for s in range(cfg.stages):
-            plgpu.barrier_wait(free.at[s])
+            plgpu.barrier_wait(free.at[slot_of(s)])
 
     @pl.when(wg < cfg.consumers)
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
         for s in range(cfg.stages):
-            plgpu.barrier_arrive(free.at[s])
-        by_rows = cfg.split == "rows"
+            plgpu.barrier_arrive(free.at[slot_of(s)])
 
         def operands(slot):
-            if by_rows:
-                return a_smem.at[slot, :, pl.ds(wg * cfg.rows, cfg.rows)].transpose((1, 0)), b_smem.at[slot]
-            return a_smem.at[slot].transpose((1, 0)), b_smem.at[slot, :, pl.ds(wg * cfg.columns, cfg.columns)]
+            a, b = a_smem.at[slot], b_smem.at[slot]
+            if cfg.split == "rows":
+                a = a_smem.at[slot, :, pl.ds(wg * cfg.rows, cfg.rows)]
+            elif cfg.split == "columns":
+                b = b_smem.at[slot, :, pl.ds(wg * cfg.columns, cfg.columns)]
+            return a.transpose((1, 0)), b
 
         def mask(slot, first, last):
-            """Makes rows before `first` and from `last` on zeros; the consumers share out the pieces of 64 columns."""
+            """Makes rows before `first` and from `last` on zeros; consumers of one ring share out the columns."""
             row = plgpu.broadcasted_iota(jnp.int32, (STEP,), 0, layout=_ROWS)
             inside = lax.broadcast_in_dim((row >= first) & (row < last), (STEP, 64), [0])
+            sharing = cfg.consumers // cfg.rings
             for smem, width in ((a_smem, cfg.block_m), (b_smem, cfg.block_n)):
                 for c in range(0, width, 64):
 
-                    @pl.when(wg == (c // 64) % cfg.consumers)
-                    def _(smem=smem, c=c):
-                        piece = smem.at[slot, :, pl.ds(c, 64)]
-                        value = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
-                        piece[...] = jnp.where(inside, value, jnp.zeros_like(value))
+                    def piece(smem=smem, c=c):
+                        ref = smem.at[slot, :, pl.ds(c, 64)]
+                        value = load_with_layout(ref, layout=plgpu.Layout.WGMMA)
+                        put(ref, jnp.where(inside, value, jnp.zeros_like(value)), interpret=interpret)
+
+                    if sharing == 1:
+                        piece()
+                    else:
+                        pl.when(wg == (c // 64) % sharing)(piece)
 
             plgpu.commit_smem()
-            plgpu.barrier_arrive(masked)
-            plgpu.barrier_wait(masked)
+            if sharing > 1:
+                plgpu.barrier_arrive(masked)
+                plgpu.barrier_wait(masked)
 
-        def tile(i, step):
-            group, start, end, base, steps, row, column = tile_of(i)
-            row = row + (wg * cfg.rows if by_rows else 0)
-            column = column + (0 if by_rows else wg * cfg.columns)
+        def tile(item, steps, step):
+            group, start, end, _, row, column = item
+            row = row + (wg * cfg.rows if cfg.split == "rows" else 0)
+            column = column + (wg * cfg.columns if cfg.split == "columns" else 0)
 
             def multiply(acc):
                 def product(s):
                     slot = slot_of(step + s)
                     plgpu.barrier_wait(full.at[slot])
-                    first, last = start - base - s * STEP, end - base - s * STEP
+                    first, last = start - s * STEP, end - s * STEP
                     pl.when((first > 0) | (last < STEP))(lambda: mask(slot, first, last))
                     plgpu.wgmma(acc, *operands(slot))
 
@@ -207,7 +211,7 @@ def _kernel(
                 return value.astype(out_ref.dtype)
 
             def store(value):
-                store_whole(out_ref.at[group], value, o_smem.at[wg], row, column, cfg)
+                store_whole(out_ref.at[group], value, o_smem.at[wg], row, column, cfg, interpret=interpret)
 
             shape = (cfg.rows, cfg.columns)
 
@@ -219,7 +223,5 @@ def _kernel(
             def _():
                 store(layout_cast(jnp.zeros(shape, out_ref.dtype), plgpu.Layout.WGMMA))
 
-            return step + steps
-
-        lax.fori_loop(0, mine, tile, jnp.int32(0))
+        walk(cfg, ring, mine, fetch, decode, tile)
         plgpu.wait_smem_to_gmem(0)

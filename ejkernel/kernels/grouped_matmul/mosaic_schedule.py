@@ -1,66 +1,170 @@
-"""The list of tiles that the Hopper kernels walk, made on the device: group sizes are data.
+"""Which tiles the Hopper kernels walk, and in which order, decided on the device: group sizes are data.
 
 A tile begins at a multiple of `ALIGNED_ROWS`, so that the copy engine can load it; up to seven rows before a group's
-first, and those after its last, are loaded and not stored.
+first, and those after its last, are loaded and not stored. How many tiles a group gets does not depend on where it
+begins, so some get one without rows, which is skipped: then two small kernels make the whole table.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS
-from ejkernel.kernels.grouped_matmul.groups import bounds
 
 Array = jax.Array
 ZEROS = -1  # The group of rows that belong to none.
-FIELDS = 6  # Of a row of the table: group, first row of the tile, first and end row to store, column tile, mode.
-TOGETHER_ROWS, TOGETHER_COLUMNS = 0, 1  # What the blocks of a cluster have side by side.
 
 
-def item_bound(rows: int, groups: int, *, block_m: int, column_tiles: int, cluster: int) -> int:
-    """How many items `items` can return at most."""
-    # Each range of rows (the groups, what is before and what is after) adds a part of a tile at either end.
-    ranges = groups + 2
-    if cluster == 1:
-        return (rows // block_m + 2 * ranges) * column_tiles
-    pairs = rows // (2 * block_m) + ranges
-    return pairs * column_tiles + ranges * -(-column_tiles // 2)
+def _sums(values: list[Array], keep: Array) -> list[Array]:
+    """Sums of each of `values` over the last axis of `keep`, where that is true; one kernel."""
+    zero = np.int32(0)
+    operands = [jnp.where(keep, x, zero) for x in values]
+    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
+    return list(lax.reduce(tuple(operands), (zero,) * len(values), add, (keep.ndim - 1,)))
 
 
-def items(
-    group_sizes: Array, rows: int, *, first_row: Array | None, block_m: int, column_tiles: int, cluster: int, band: int
-) -> tuple[Array, Array]:
-    """The items of work, `[bound, FIELDS]`, and how many of them there are, `[1]`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """How rows and columns of the result are cut; an item of work is what a cluster computes at a time.
 
-    An item is a tile of `block_m` rows and one tile of columns; with clusters, two tiles of rows and one of columns,
-    or, of a range with an odd number of tiles, the last one and two tiles of columns (`TOGETHER_COLUMNS`).
-    Within a range, `band` tiles (or pairs) of rows are walked for each tile of columns.
+    Attributes:
+      block_m: Rows of a tile.
+      column_tiles: How many tiles of columns there are.
+      cluster: Tiles in an item: side by side in rows, or, of an odd last one, in columns.
+      band: Tiles (or pairs) of rows that are walked for each tile of columns.
+      halves: Whether a tile of which no more than half has rows costs half; then it is kept for the end.
     """
-    starts, ends = bounds(group_sizes, rows, first_row)
-    groups = starts.shape[0]
-    zero, last = jnp.zeros((1,), jnp.int32), jnp.full((1,), rows, jnp.int32)
-    starts, ends = jnp.concatenate([zero, starts, ends[-1:]]), jnp.concatenate([starts[:1], ends, last])
-    group = jnp.concatenate([zero + ZEROS, jnp.arange(groups, dtype=jnp.int32), zero + ZEROS])
-    base = starts - starts % ALIGNED_ROWS
-    tiles = jnp.where(ends > starts, -(-(ends - base) // block_m), 0)
-    whole = tiles // cluster
-    odd_items = -(-column_tiles // 2)
-    counts = whole * column_tiles + (tiles - whole * cluster) * odd_items
-    cum = jnp.cumsum(counts, dtype=jnp.int32)
-    bound = item_bound(rows, groups, block_m=block_m, column_tiles=column_tiles, cluster=cluster)
-    item = jnp.arange(bound, dtype=jnp.int32)
-    which = jnp.minimum((item[:, None] >= cum[None, :]).sum(axis=1, dtype=jnp.int32), groups + 1)
-    facts = jnp.stack([group, base, starts, ends, whole, cum - counts], axis=1)[which]
-    group, base, start, end, whole, before = (facts[:, i] for i in range(6))
-    local = item - before
-    # In bands of row tiles, columns outside, rows inside.
-    in_band = local // (band * column_tiles)
-    height = jnp.clip(whole - in_band * band, 1, band)
-    place = local - in_band * band * column_tiles
-    column, row = place // height, in_band * band + place % height
-    odd = local >= whole * column_tiles
-    column = jnp.where(odd, 2 * (local - whole * column_tiles), column)
-    row = base + jnp.where(odd, whole, row) * (cluster * block_m)
-    table = jnp.stack([group, row, start, end, column, odd.astype(jnp.int32)], axis=1)
-    return table, cum[-1:]
+
+    block_m: int
+    column_tiles: int
+    cluster: int
+    band: int
+    halves: bool
+
+    @property
+    def odd_items(self) -> int:
+        return -(-self.column_tiles // self.cluster)
+
+    def split(self, size: Any) -> tuple[Any, Any, Any]:
+        """Pairs of row tiles (or tiles, without clusters), left-over tiles of full cost, and of half cost."""
+        reach = size + (ALIGNED_ROWS - 1)
+        tiles = jnp.where(size > 0, lax.div(reach + (self.block_m - 1), jnp.int32(self.block_m)), 0)
+        half = jnp.int32(0)
+        if self.halves:
+            last = reach - (tiles - 1) * self.block_m
+            half = ((size > 0) & (last <= self.block_m // 2)).astype(jnp.int32)
+        full = tiles - half
+        whole = lax.div(full, jnp.int32(self.cluster))
+        return whole, full - whole * self.cluster, half
+
+    def bound(self, rows: int, groups: int) -> int:
+        """How many items there can be, those of zeros apart."""
+        tiles = rows // self.block_m + 2 * groups
+        if self.cluster == 1:
+            return tiles * self.column_tiles
+        return tiles // 2 * self.column_tiles + 2 * groups * self.odd_items
+
+
+def items(group_sizes: Array, rows: int, tiling: Tiling, first_row: Array | None) -> tuple[tuple[Array, ...], Array]:
+    """The table of items, and their number, the first group's first row and the last one's end, `[3]`.
+
+    The table has four columns: twice the group, plus one for a tile of half cost; the group's first row; its end; and
+    the number of the item among those of the same group and cost.
+    """
+    groups = group_sizes.shape[0]
+    sizes = jnp.asarray(group_sizes, jnp.int32)
+    whole, odd, half = tiling.split(sizes)
+    counts = jnp.concatenate([whole * tiling.column_tiles + odd * tiling.odd_items, half * tiling.odd_items + sizes * 0])
+    index = jnp.arange(2 * groups, dtype=jnp.int32)
+    upto = index[None, :] <= index[:, None]
+    twice = jnp.concatenate([sizes, jnp.zeros_like(sizes)])
+    ends, cum = _sums([jnp.broadcast_to(x[None], upto.shape) for x in (twice, counts)], upto)
+    before = cum - counts
+    ends = ends[:groups]
+    first = jnp.int32(0) if first_row is None else jnp.asarray(first_row, jnp.int32)
+    starts, ends = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
+    item = jnp.arange(tiling.bound(rows, groups), dtype=jnp.int32)[:, None]
+    here = (before[None] <= item) & (item < cum[None])
+    group = index % groups
+    facts = [2 * group + (index >= groups), jnp.tile(starts, 2), jnp.tile(ends, 2), item - before[None]]
+    table = _sums([jnp.broadcast_to(x, here.shape).astype(jnp.int32) for x in facts], here)
+    return tuple(table), jnp.stack([cum[-1], jnp.minimum(first, rows), ends[-1]])
+
+
+def largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> tuple[Array, ...]:
+    """Groups, their first rows and ends, by falling size."""
+    sizes = jnp.asarray(group_sizes, jnp.int32)
+    index = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    mine, other = sizes[:, None], sizes[None]
+    earlier = index[None] < index[:, None]
+    larger = (other > mine) | ((other == mine) & earlier)
+    square = larger.shape
+    everywhere = jnp.ones(square, bool)
+    begun = jnp.where(earlier, jnp.broadcast_to(other, square), 0)
+    starts, rank = _sums([begun, larger.astype(jnp.int32)], everywhere)
+    first = jnp.int32(0) if first_row is None else jnp.asarray(first_row, jnp.int32)
+    starts, ends = jnp.minimum(starts + first, rows), jnp.minimum(starts + sizes + first, rows)
+    chosen = rank[None] == index[:, None]
+    return tuple(_sums([jnp.broadcast_to(x[None], square) for x in (index, starts, ends)], chosen))
+
+
+def _aligned(row: Any) -> Any:
+    return row - lax.rem(row, jnp.int32(ALIGNED_ROWS))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """An item of work: where it begins, which rows it may store, and how its tiles lie."""
+
+    group: Any
+    row: Any
+    start: Any
+    end: Any
+    column: Any
+    alone: Any
+
+
+def item_of_group(tiling: Tiling, fields: tuple[Any, ...]) -> Item:
+    """What a row of the table says."""
+    code, start, end, local = fields
+    last = lax.rem(code, jnp.int32(2)) == 1
+    whole, odd, _ = tiling.split(end - start)
+    width = tiling.band * tiling.column_tiles
+    band = lax.div(local, jnp.int32(width))
+    height = jnp.clip(whole - band * tiling.band, 1, tiling.band)
+    inside = local - band * width
+    column = lax.div(inside, height)
+    row = (band * tiling.band + (inside - column * height)) * tiling.cluster
+    left = local - whole * tiling.column_tiles
+    alone = last | (left >= 0)
+    column = jnp.where(alone, jnp.where(last, local, left) * tiling.cluster, column)
+    row = jnp.where(alone, whole * tiling.cluster + jnp.where(last, odd, 0), row)
+    return Item(lax.div(code, jnp.int32(2)), _aligned(start) + row * tiling.block_m, start, end, column, alone)
+
+
+def _zero_count(tiling: Tiling, start: Any, end: Any) -> Any:
+    height = tiling.block_m * tiling.cluster
+    tiles = lax.div(end - _aligned(start) + (height - 1), jnp.int32(height))
+    return jnp.where(end > start, tiles * tiling.column_tiles, 0)
+
+
+def zero_items(tiling: Tiling, rows: int, first: Any, end: Any) -> Any:
+    """How many items the rows of no group take."""
+    return _zero_count(tiling, jnp.int32(0), first) + _zero_count(tiling, end, jnp.int32(rows))
+
+
+def item_of_zeros(tiling: Tiling, rows: int, first: Any, end: Any, number: Any) -> Item:
+    """Item `number` of those for rows of no group."""
+    before = _zero_count(tiling, jnp.int32(0), first)
+    early = number < before
+    local = jnp.where(early, number, number - before)
+    start, stop = jnp.where(early, 0, end), jnp.where(early, first, rows)
+    tile = lax.div(local, jnp.int32(tiling.column_tiles))
+    row = _aligned(start) + tile * (tiling.block_m * tiling.cluster)
+    return Item(jnp.int32(ZEROS), row, start, stop, local - tile * tiling.column_tiles, jnp.bool_(False))

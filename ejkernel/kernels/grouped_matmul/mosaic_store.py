@@ -16,6 +16,20 @@ from jaxlib.mlir.dialects import arith, llvm
 from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
 
 
+def put(ref: Any, value: jax.Array, *, interpret: bool) -> None:
+    """Stores `value` to a tile in shared memory; an assignment would load what was there, too."""
+    if interpret:
+        ref[...] = value
+        return
+    transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(value.dtype).itemsize)), plgpu.SwizzleTransform(128))
+
+    @inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WGMMA))
+    def store(_, ref, array):
+        array.store_tiled(ref, swizzle=128)
+
+    store(ref, value)
+
+
 def store_rows(ref: Any, value: jax.Array, row: Any, column: Any, start: Any, end: Any, *, interpret: bool) -> None:
     """Stores `value` `[64, n]` at `row` and `column` of `ref`, but only its rows from `start` to `end`, rows of `ref`.
 
