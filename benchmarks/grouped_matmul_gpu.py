@@ -141,7 +141,7 @@ def torch_calls(lhs, rhs, dout, sizes):
     }
 
 
-def kernel_ms(call, sync) -> float:
+def kernel_ms(call, sync):
     from jax._src.lib import mosaic_gpu
 
     extension = mosaic_gpu._mosaic_gpu_ext
@@ -150,7 +150,7 @@ def kernel_ms(call, sync) -> float:
         sync(call())
     finally:
         kernels = extension._cupti_get_timings(False)
-    return sum(ms for _, ms in kernels)
+    return sum(ms for _, ms in kernels), kernels
 
 
 def time_workload(name, options):
@@ -201,10 +201,12 @@ def time_workload(name, options):
     bytes_ = 2 * (rows * k + rows * n + int((sizes > 0).sum()) * k * n)
     for which, label, call, sync in calls:
         sync(call())
-    jax.effects_barrier()
+    parts = {}
     for _ in range(options.rounds):
         for which, label, call, sync in calls:
-            results.setdefault((which, label), []).append(kernel_ms(call, sync))
+            ms, kernels = kernel_ms(call, sync)
+            results.setdefault((which, label), []).append(ms)
+            parts[which, label] = " ".join(f"{1e3 * ms:.1f}" for _, ms in kernels)
     # torch's results, once compared with float64 on a few rows, stand in for the truth of large products.
     rows_out = []
     for (which, label), times in results.items():
@@ -219,6 +221,7 @@ def time_workload(name, options):
                 "ms": ms,
                 "tflops": workload.flops / ms / 1e9,
                 "gbs": bytes_ / ms / 1e6,
+                "kernels_us": parts[which, label],
                 "x_torch": base / ms,
                 "x_dense": flat / ms,
             }
@@ -227,7 +230,7 @@ def time_workload(name, options):
     for row in sorted(rows_out, key=lambda r: (PASSES.index(r["pass"]), r["ms"])):
         print(
             f"{row['workload']:20s} {row['pass']:8s} {row['config']:36s} {row['ms']:8.4f} ms {row['tflops']:6.0f} TFLOP/s"
-            f" {row['gbs']:6.0f} GB/s  x torch {row['x_torch']:.3f}  x dense {row['x_dense']:.3f}",
+            f" {row['gbs']:6.0f} GB/s  x torch {row['x_torch']:.3f}  x dense {row['x_dense']:.3f}  [{row['kernels_us']}]",
             flush=True,
         )
     return rows_out
@@ -265,6 +268,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     if options.what == "check":
+        print("JAX", jax.__version__, jax.devices())
         sys.exit(not check(options))
     rows = []
     for name in options.workloads:

@@ -24,6 +24,7 @@ from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, WGMMA_ROW
 from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
     Item,
     Tiling,
+    extent,
     item_of_group,
     item_of_zeros,
     items,
@@ -84,7 +85,7 @@ def forward(
     )
     out = launch(
         body,
-        *(lhs, rhs, *table, facts),
+        *(lhs, rhs, *table, *facts),
         out_type=jax.ShapeDtypeStruct((lhs.shape[0], n), out_dtype),
         blocks=blocks,
         cluster=cfg.cluster,
@@ -134,11 +135,11 @@ def _kernel(
     full,
     free,
 ):
-    *table_refs, facts_ref, out_ref = refs
+    *table_refs, cum_ref, ends_ref, first_ref, out_ref = refs
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
     place = place_in_cluster(cfg.cluster)
     steps = lhs_ref.shape[1] // STEP
-    count, first, end = (facts_ref[i] for i in range(3))
+    count, first, end = extent(cum_ref, ends_ref, first_ref, rows)
     total = count + zero_items(tiling, rows, first, end)
     mine = lax.div(total - block + (blocks - 1), jnp.int32(blocks))
     last_item = table_refs[0].shape[0] - 1
@@ -152,7 +153,8 @@ def _kernel(
     def decode(i, fields):
         """This block's part of its item `i`, and how many steps the whole cluster makes for it."""
         number = block + i * blocks
-        item, other = item_of_group(tiling, fields), item_of_zeros(tiling, rows, first, end, number - count)
+        item = item_of_group(tiling, fields, number)
+        other = item_of_zeros(tiling, rows, first, end, number - count)
         pick = lambda a, b: jnp.where(number < count, a, b)
         item = Item(*(pick(getattr(item, f.name), getattr(other, f.name)) for f in dataclasses.fields(Item)))
         loads = jnp.where((number < count) & (i < mine) & (item.row < item.end), jnp.int32(steps), 0)

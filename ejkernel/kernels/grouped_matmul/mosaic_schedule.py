@@ -21,12 +21,17 @@ Array = jax.Array
 ZEROS = -1  # The group of rows that belong to none.
 
 
-def _sums(values: list[Array], keep: Array) -> list[Array]:
-    """Sums of each of `values` over the last axis of `keep`, where that is true; one kernel."""
+def _sums(values: list[Array], keep: Array, axes: tuple[int, ...]) -> list[Array]:
+    """Sums of each of `values` over `axes`, where `keep` is true; one kernel."""
     zero = np.int32(0)
     operands = [jnp.where(keep, x, zero) for x in values]
     add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
-    return list(lax.reduce(tuple(operands), (zero,) * len(values), add, (keep.ndim - 1,)))
+    return list(lax.reduce(tuple(operands), (zero,) * len(values), add, axes))
+
+
+def _divided(x: Any, by: int) -> Any:
+    """`x // by` for `x >= 0`: a shift where it can be, since XLA takes a division for too dear to fuse."""
+    return x >> (by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, jnp.int32(by))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,13 +59,13 @@ class Tiling:
     def split(self, size: Any) -> tuple[Any, Any, Any]:
         """Pairs of row tiles (or tiles, without clusters), left-over tiles of full cost, and of half cost."""
         reach = size + (ALIGNED_ROWS - 1)
-        tiles = jnp.where(size > 0, lax.div(reach + (self.block_m - 1), jnp.int32(self.block_m)), 0)
+        tiles = jnp.where(size > 0, _divided(reach + (self.block_m - 1), self.block_m), 0)
         half = jnp.int32(0)
         if self.halves:
             last = reach - (tiles - 1) * self.block_m
             half = ((size > 0) & (last <= self.block_m // 2)).astype(jnp.int32)
         full = tiles - half
-        whole = lax.div(full, jnp.int32(self.cluster))
+        whole = _divided(full, self.cluster)
         return whole, full - whole * self.cluster, half
 
     def bound(self, rows: int, groups: int) -> int:
@@ -71,30 +76,47 @@ class Tiling:
         return tiles // 2 * self.column_tiles + 2 * groups * self.odd_items
 
 
-def items(group_sizes: Array, rows: int, tiling: Tiling, first_row: Array | None) -> tuple[tuple[Array, ...], Array]:
-    """The table of items, and their number, the first group's first row and the last one's end, `[3]`.
+def items(
+    group_sizes: Array, rows: int, tiling: Tiling, first_row: Array | None
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The table of items; and what tells their number and which rows belong to no group, for `extent`.
 
     The table has four columns: twice the group, plus one for a tile of half cost; the group's first row; its end; and
-    the number of the item among those of the same group and cost.
+    the first item of the same group and cost. Items of half cost come last.
     """
-    groups = group_sizes.shape[0]
-    sizes = jnp.asarray(group_sizes, jnp.int32)
+    sizes, first = jnp.asarray(group_sizes, jnp.int32), _first(first_row)
+    groups = sizes.shape[0]
     whole, odd, half = tiling.split(sizes)
-    counts = jnp.concatenate([whole * tiling.column_tiles + odd * tiling.odd_items, half * tiling.odd_items + sizes * 0])
-    index = jnp.arange(2 * groups, dtype=jnp.int32)
-    upto = index[None, :] <= index[:, None]
-    twice = jnp.concatenate([sizes, jnp.zeros_like(sizes)])
-    ends, cum = _sums([jnp.broadcast_to(x[None], upto.shape) for x in (twice, counts)], upto)
-    before = cum - counts
-    ends = ends[:groups]
-    first = jnp.int32(0) if first_row is None else jnp.asarray(first_row, jnp.int32)
-    starts, ends = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
-    item = jnp.arange(tiling.bound(rows, groups), dtype=jnp.int32)[:, None]
+    full = whole * tiling.column_tiles + odd * tiling.odd_items
+    # Costs before groups: no concatenation, which XLA would make a kernel of its own.
+    late, group = (lax.broadcasted_iota(jnp.int32, (2, groups), axis) for axis in (0, 1))
+    counts = jnp.where(late == 0, full[None], (half * tiling.odd_items)[None])
+    square = (2, groups, 2, groups)
+    mine = [lax.broadcast_in_dim(x, square, (0, 1)) for x in (late, group)]
+    other = [lax.broadcast_in_dim(x, square, (2, 3)) for x in (late, group)]
+    upto = (other[0] < mine[0]) | ((other[0] == mine[0]) & (other[1] <= mine[1]))
+    reach = jnp.where((other[0] == 0) & (other[1] <= mine[1]), sizes, 0)
+    counted = lax.broadcast_in_dim(counts, square, (2, 3))
+    earlier = jnp.where((other[0] == mine[0]) & (other[1] == mine[1]), 0, counted)
+    cum, before, ends = _sums([counted, earlier, reach], upto, (2, 3))
+    starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
+    bound = tiling.bound(rows, groups)
+    item = lax.broadcasted_iota(jnp.int32, (bound, 2, groups), 0)
     here = (before[None] <= item) & (item < cum[None])
-    group = index % groups
-    facts = [2 * group + (index >= groups), jnp.tile(starts, 2), jnp.tile(ends, 2), item - before[None]]
-    table = _sums([jnp.broadcast_to(x, here.shape).astype(jnp.int32) for x in facts], here)
-    return tuple(table), jnp.stack([cum[-1], jnp.minimum(first, rows), ends[-1]])
+    facts = [2 * group + late, starts, stops, before]
+    code, start, stop, offset = _sums([jnp.broadcast_to(x[None], here.shape) for x in facts], here, (1, 2))
+    return (code, start, stop, offset), (cum, ends, first.reshape(1))
+
+
+def extent(cum_ref: Any, ends_ref: Any, first_ref: Any, rows: int) -> tuple[Any, Any, Any]:
+    """The number of items, the first group's first row and the last one's end."""
+    last = cum_ref.shape[1] - 1
+    first = first_ref[0]
+    return cum_ref[1, last], jnp.minimum(first, rows), jnp.minimum(ends_ref[0, last] + first, rows)
+
+
+def _first(first_row: Array | None) -> Array:
+    return jnp.int32(0) if first_row is None else jnp.asarray(first_row, jnp.int32)
 
 
 def largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> tuple[Array, ...]:
@@ -104,14 +126,12 @@ def largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> tup
     mine, other = sizes[:, None], sizes[None]
     earlier = index[None] < index[:, None]
     larger = (other > mine) | ((other == mine) & earlier)
-    square = larger.shape
-    everywhere = jnp.ones(square, bool)
-    begun = jnp.where(earlier, jnp.broadcast_to(other, square), 0)
-    starts, rank = _sums([begun, larger.astype(jnp.int32)], everywhere)
-    first = jnp.int32(0) if first_row is None else jnp.asarray(first_row, jnp.int32)
-    starts, ends = jnp.minimum(starts + first, rows), jnp.minimum(starts + sizes + first, rows)
+    begun = jnp.where(earlier, jnp.broadcast_to(other, larger.shape), 0)
+    starts, rank = _sums([begun, larger.astype(jnp.int32)], jnp.ones(larger.shape, bool), (1,))
+    starts = starts + _first(first_row)
+    starts, ends = jnp.minimum(starts, rows), jnp.minimum(starts + sizes, rows)
     chosen = rank[None] == index[:, None]
-    return tuple(_sums([jnp.broadcast_to(x[None], square) for x in (index, starts, ends)], chosen))
+    return tuple(_sums([jnp.broadcast_to(x[None], larger.shape) for x in (index, starts, ends)], chosen, (1,)))
 
 
 def _aligned(row: Any) -> Any:
@@ -130,9 +150,10 @@ class Item:
     alone: Any
 
 
-def item_of_group(tiling: Tiling, fields: tuple[Any, ...]) -> Item:
-    """What a row of the table says."""
-    code, start, end, local = fields
+def item_of_group(tiling: Tiling, fields: tuple[Any, ...], number: Any) -> Item:
+    """What a row of the table says of item `number`."""
+    code, start, end, before = fields
+    local = number - before
     last = lax.rem(code, jnp.int32(2)) == 1
     whole, odd, _ = tiling.split(end - start)
     width = tiling.band * tiling.column_tiles
