@@ -89,7 +89,7 @@ def check(options) -> bool:
                 dtype = (jnp.bfloat16, jnp.float16)[i % 2]
                 out_dtype = jnp.float32 if i % 3 == 2 else dtype
                 cfgs = space(rows, len(sizes), k, n, jnp.dtype(out_dtype).itemsize)
-                for cfg in (cfgs[(5 * i) % len(cfgs)], cfgs[(5 * i + 1) % len(cfgs)]):
+                for cfg in [cfgs[(5 * i + j) % len(cfgs)] for j in range(options.configs)]:
                     job = pool.submit(build_check, case, which, cfg, dtype, out_dtype, seed + i)
                     jobs.append((case, which, cfg, dtype, out_dtype, job))
         failed = 0
@@ -111,19 +111,21 @@ def check(options) -> bool:
 def parse_config(kind, text):
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     pairs = dict(part.split("=") for part in text.split(",") if part)
+    pairs = {name: value for name, value in pairs.items() if name in types}
     return kind(**{name: value if types[name] == "Split" else int(value) for name, value in pairs.items()})
 
 
 def short(cfg) -> str:
     base = f"{cfg.consumers}x{cfg.rows}x{cfg.block_n}{cfg.split[0]}"
-    return f"{base} c{cfg.cluster} s{cfg.stages} b{cfg.band} w{cfg.store_columns}x{cfg.store_slots}"
+    late = " late" if getattr(cfg, "late_halves", False) else ""
+    return f"{base} c{cfg.cluster} s{cfg.stages} b{cfg.band} w{cfg.store_columns}x{cfg.store_slots} l{cfg.lag}{late}"
 
 
 def candidates(options, workload, which):
     kind = config.MosaicDrhsConfig if which == "drhs" else config.MosaicConfig
     if options.cfg:
         cfgs = [parse_config(kind, text) for text in options.cfg]
-        return [cfg for cfg in cfgs if cfg.unfit() is None]
+        return list(dict.fromkeys(cfg for cfg in cfgs if cfg.unfit() is None))
     k, n = (workload.n, workload.k) if which == "dlhs" else (workload.k, workload.n)
     space = config.drhs_space if which == "drhs" else config.space
     return space(workload.rows, workload.groups, k, n)[: options.configs]

@@ -14,7 +14,7 @@ ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
 _BARRIER_BYTES = 1_024
 _SPARE_REGISTERS = 40  # Addresses, counters, what an epilogue holds beside the accumulator.
 
-Split = Literal["rows", "columns", "tiles"]
+Split = Literal["rows", "columns"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +25,13 @@ class _Tile:
       consumers: Warpgroups that compute.
       rows: Rows of the result that a consumer owns: 64, or 128 in two products.
       block_n: Columns of a block's tile.
-      split: What consumers share out: `rows` of a tile, its `columns`, or whole `tiles`: then each has its own
-        producer, and one stores while another computes.
-      stages: Steps of 64 in flight in a ring; there is one ring, or one for each consumer that does whole tiles.
+      split: What consumers share out: `rows` of a tile, or its `columns`.
+      stages: Steps of 64 in flight.
       cluster: Blocks that load together.
       band: Tiles of rows that are walked before the next tile of columns, for the sake of the L2 cache.
       store_columns: Columns that leave at once through shared memory.
       store_slots: Such pieces of memory for each consumer.
+      lag: Steps that the first consumer is ahead of the others, so that one computes while another stores.
     """
 
     consumers: int = 2
@@ -43,6 +43,7 @@ class _Tile:
     band: int = 8
     store_columns: int = 64
     store_slots: int = 2
+    lag: int = 0
 
     @property
     def block_m(self) -> int:
@@ -54,29 +55,16 @@ class _Tile:
         return self.block_n // (self.consumers if self.split == "columns" else 1)
 
     @property
-    def rings(self) -> int:
-        """Rings of shared memory, each with a producer."""
-        return self.consumers if self.split == "tiles" else 1
-
-    @property
-    def slots(self) -> int:
-        return self.rings * self.stages
-
-    @property
-    def warpgroups(self) -> int:
-        return self.consumers + self.rings
-
-    @property
     def consumer_registers(self) -> int:
-        return {2: 240, 3: 240, 4: 160 if self.rings == 1 else 216}[self.warpgroups]
+        return {1: 240, 2: 240, 3: 160}[self.consumers]
 
     @property
     def producer_registers(self) -> int:
-        return {2: 24, 3: 24, 4: 32 if self.rings == 1 else 40}[self.warpgroups]
+        return {1: 24, 2: 24, 3: 32}[self.consumers]
 
     def smem_bytes(self, out_bytes: int = 2) -> int:
         """Shared memory of one block: the rings of both operands, and what stores go through."""
-        ring = self.slots * (self.block_m + self.block_n) * STEP * 2
+        ring = self.stages * (self.block_m + self.block_n) * STEP * 2
         store = self.consumers * self.store_slots * WGMMA_ROWS * self.store_columns * out_bytes
         return ring + store + _BARRIER_BYTES
 
@@ -89,14 +77,12 @@ class _Tile:
         piece = 128 // out_bytes
         if self.consumers not in (1, 2, 3):
             return f"consumers must be 1, 2 or 3, got {self.consumers}"
-        if self.split == "tiles" and self.consumers != 2:
-            return f"consumers must be 2 where each does whole tiles, got {self.consumers}"
         if self.rows not in (64, 128):
             return f"rows must be 64 or 128, got {self.rows}"
         if self.columns % 64 or not 64 <= self.columns <= 256 or self.columns * self.consumers < self.block_n:
             return f"a consumer's columns must be 64, 128, 192 or 256, got {self.columns} of {self.block_n}"
-        if self.stages < 2:
-            return f"stages must be at least 2, got {self.stages}"
+        if self.stages < 2 or not 0 <= self.lag < self.stages - 1:
+            return f"stages must be at least 2 and two more than lag, got {self.stages} and {self.lag}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
         if self.band < 1 or self.store_slots < 1:
@@ -112,7 +98,14 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MosaicConfig(_Tile):
-    """One way to run the forward kernel; rows are those of lhs, columns those of the result."""
+    """One way to run the forward kernel; rows are those of lhs, columns those of the result.
+
+    Attributes:
+      late_halves: Whether tiles of groups' ends that cost half as much come after all others. That evens out the work of
+        the SMs, but the weights of a group are read twice.
+    """
+
+    late_halves: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +115,10 @@ class MosaicDrhsConfig(_Tile):
 
 def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicConfig]:
     """Configs for a forward pass that fit the chip, the guess first."""
-    few = [MosaicConfig(split="columns", cluster=1)] if rows <= 32 * groups else []
-    fits = (_deepest(cfg, out_bytes) for cfg in [*few, *_shapes(MosaicConfig)])
+    few = [MosaicConfig(split="columns", cluster=1, block_n=128)] if rows <= 32 * groups else []
+    large = rows >= 1024 * groups
+    shaped = [dataclasses.replace(cfg, late_halves=late) for cfg in _shapes(MosaicConfig) for late in (large, not large)]
+    fits = (_deepest(cfg, out_bytes) for cfg in [*few, *shaped])
     return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
 
 
@@ -139,21 +134,18 @@ _Config = TypeVar("_Config", bound=_Tile)
 def _shapes(kind: type[_Config]) -> Iterator[_Config]:
     shapes: tuple[tuple[int, int, Split], ...] = (
         (64, 256, "rows"),
-        (128, 128, "tiles"),
-        (64, 192, "tiles"),
-        (128, 128, "rows"),
         (64, 192, "rows"),
+        (128, 256, "columns"),
         (64, 128, "rows"),
         (64, 256, "columns"),
-        (128, 256, "columns"),
     )
-    for (rows, block_n, split), cluster, band in itertools.product(shapes, (2, 1), (8, 16, 4)):
-        yield kind(rows=rows, block_n=block_n, split=split, cluster=cluster, band=band)
+    for (rows, block_n, split), cluster, lag in itertools.product(shapes, (2, 1), (0, 2)):
+        yield kind(rows=rows, block_n=block_n, split=split, cluster=cluster, lag=lag)
 
 
 def _deepest(cfg: _Config, out_bytes: int) -> _Config | None:
     """The same with as many stages as there is memory for, and stores of 128 bytes a row."""
-    for stages in range(7, 1, -1):
+    for stages in range(7, 2, -1):
         deep = dataclasses.replace(cfg, stages=stages, store_columns=128 // out_bytes)
         if deep.unfit(out_bytes) is None:
             return deep

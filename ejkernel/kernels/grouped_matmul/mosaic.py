@@ -30,7 +30,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
     items,
     zero_items,
 )
-from ejkernel.kernels.grouped_matmul.mosaic_store import put, store_rows
+from ejkernel.kernels.grouped_matmul.mosaic_store import copy_rows, put
 
 Array = jax.Array
 _CLUSTER = "together"
@@ -70,15 +70,16 @@ def forward(
     cfg = cfg or space(rows, rhs.shape[0], k, n, out_dtype.itemsize)[0]
     if missing := -rows % ALIGNED_ROWS:
         lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
-    tiling = Tiling(cfg.block_m, -(-n // cfg.block_n), cfg.cluster, cfg.band, halves=cfg.split == "rows")
+    tiling = Tiling(cfg.block_m, -(-n // cfg.block_n), cfg.cluster, cfg.band, halves=cfg.late_halves)
     table, facts = items(group_sizes, rows, tiling, first_row)
     blocks = min(blocks // cfg.cluster, table[0].shape[0])
     scratch = {
-        "a_smem": swizzled((cfg.slots, cfg.block_m, STEP), lhs.dtype),
-        "b_smem": swizzled((cfg.slots, *((cfg.block_n, STEP) if transpose_rhs else (STEP, cfg.block_n))), rhs.dtype),
+        "a_smem": swizzled((cfg.stages, cfg.block_m, STEP), lhs.dtype),
+        "b_smem": swizzled((cfg.stages, *((cfg.block_n, STEP) if transpose_rhs else (STEP, cfg.block_n))), rhs.dtype),
         "o_smem": staging(cfg, out_dtype),
-        "full": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=2),
-        "free": shared_barrier(cfg.cluster, cfg.slots, cfg.consumers // cfg.rings),
+        "full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
+        "free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
+        "ahead": plgpu.Barrier(),
     }
     body = functools.partial(
         _kernel, cfg=cfg, tiling=tiling, rows=rows, transpose_rhs=transpose_rhs, blocks=blocks, interpret=bool(interpret)
@@ -89,7 +90,7 @@ def forward(
         out_type=jax.ShapeDtypeStruct((lhs.shape[0], n), out_dtype),
         blocks=blocks,
         cluster=cfg.cluster,
-        consumers=cfg.consumers + cfg.rings - 1,
+        consumers=cfg.consumers,
         scratch=scratch,
         interpret=interpret,
     )
@@ -103,20 +104,45 @@ def staging(cfg: Any, dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
 
 
-def store_whole(out_ref: Any, value: Array, o_smem: Any, row: Any, column: Any, cfg: Any, *, interpret: bool) -> None:
-    """Stores a consumer's part of a tile through its shared memory; what lies past the end of `out_ref` is left out."""
+def store(
+    out_ref: Any, value: Array, o_smem: Any, row: Any, column: Any, cfg: Any, *, keep: Any = None, interpret: bool
+) -> None:
+    """Stores a consumer's part of a tile through its shared memory, piece by piece.
+
+    What lies past the end of `out_ref` is left out, as are rows that are not in `keep`, a first row and an end.
+    """
     pieces = [
         (r, c) for r in range(0, value.shape[0], WGMMA_ROWS) for c in range(0, value.shape[1], cfg.store_columns)
     ]
-    for i, (r, c) in enumerate(pieces):
-        plgpu.wait_smem_to_gmem(cfg.store_slots - 1, wait_read_only=True)
-        tile = o_smem.at[i % cfg.store_slots]
-        put(tile, value[r : r + WGMMA_ROWS, c : c + cfg.store_columns], interpret=interpret)
-        plgpu.commit_smem()
-        at = (pl.ds(row + r, WGMMA_ROWS), pl.ds(column + c, cfg.store_columns))
-        plgpu.copy_smem_to_gmem(tile, out_ref.at[at])
-    if len(pieces) % cfg.store_slots:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    width = out_ref.shape[-1]
+
+    def each(copy):
+        for i, (r, c) in enumerate(pieces):
+            plgpu.wait_smem_to_gmem(cfg.store_slots - 1, wait_read_only=True)
+            tile = o_smem.at[i % cfg.store_slots]
+            put(tile, value[r : r + WGMMA_ROWS, c : c + cfg.store_columns], interpret=interpret)
+            plgpu.commit_smem()
+            copy(tile, row + r, column + c)
+        if len(pieces) % cfg.store_slots:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def copy_whole(tile, row, column):
+        at = out_ref.at[pl.ds(row, WGMMA_ROWS), pl.ds(column, cfg.store_columns)]
+        if width > cfg.store_columns:
+            plgpu.copy_smem_to_gmem(tile, at)
+        else:
+            # Of an array that is one tile of memory wide, Mosaic GPU forgets which column was asked for.
+            pl.when(column < width)(lambda: plgpu.copy_smem_to_gmem(tile, at))
+
+    def copy_kept(tile, row, column):
+        copy_rows(tile, out_ref, row, column, *keep, interpret=interpret)
+
+    if keep is None:
+        each(copy_whole)
+    else:
+        whole = (row >= keep[0]) & (row + value.shape[0] <= keep[1])
+        pl.when(whole)(lambda: each(copy_whole))
+        pl.when(~whole)(lambda: each(copy_kept))
 
 
 def _kernel(
@@ -134,17 +160,18 @@ def _kernel(
     o_smem,
     full,
     free,
+    ahead,
 ):
-    *table_refs, cum_ref, ends_ref, first_ref, out_ref = refs
+    *table_refs, total_ref, ends_ref, first_ref, out_ref = refs
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
     place = place_in_cluster(cfg.cluster)
     steps = lhs_ref.shape[1] // STEP
-    count, first, end = extent(cum_ref, ends_ref, first_ref, rows)
-    total = count + zero_items(tiling, rows, first, end)
-    mine = lax.div(total - block + (blocks - 1), jnp.int32(blocks))
+    count, first, end = extent(total_ref, ends_ref, first_ref, rows)
+    mine = lax.div(count + zero_items(tiling, rows, first, end) - block + (blocks - 1), jnp.int32(blocks))
     last_item = table_refs[0].shape[0] - 1
 
-    ring, slot_of = ring_of(cfg, wg)
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(cfg.stages))
 
     def fetch(i):
         """Reads the table's row for this block's item `i`; not used before a tile later, it costs no time."""
@@ -157,14 +184,14 @@ def _kernel(
         other = item_of_zeros(tiling, rows, first, end, number - count)
         pick = lambda a, b: jnp.where(number < count, a, b)
         item = Item(*(pick(getattr(item, f.name), getattr(other, f.name)) for f in dataclasses.fields(Item)))
-        loads = jnp.where((number < count) & (i < mine) & (item.row < item.end), jnp.int32(steps), 0)
+        loads = jnp.where((number < count) & (item.row < item.end), jnp.int32(steps), 0)
         row, column = item.row, item.column
         if cfg.cluster > 1:
             row = row + jnp.where(item.alone, 0, place * cfg.block_m)
             column = column + jnp.where(item.alone, place, 0)
         return dataclasses.replace(item, row=row, column=column * cfg.block_n), loads
 
-    @pl.when(wg >= cfg.consumers)
+    @pl.when(wg == cfg.consumers)
     def _produce():
         plgpu.set_max_registers(cfg.producer_registers, action="decrease")
 
@@ -196,70 +223,45 @@ def _kernel(
 
             lax.fori_loop(0, loads, load, None)
 
-        walk(cfg, ring, mine, fetch, decode, tile)
+        walk(mine, fetch, decode, tile)
         # Nothing may be left unseen on a barrier when the block ends, nor may a block end that others still send to.
         for s in range(cfg.stages):
-            plgpu.barrier_wait(free.at[slot_of(s)])
+            plgpu.barrier_wait(free.at[s])
 
     @pl.when(wg < cfg.consumers)
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
         for s in range(cfg.stages):
-            plgpu.barrier_arrive(free.at[slot_of(s)])
+            plgpu.barrier_arrive(free.at[s])
+        by_rows = cfg.split == "rows"
 
         def operands(slot):
-            a, b = a_smem.at[slot], b_smem.at[slot]
-            if cfg.split == "rows":
-                a = a_smem.at[slot, pl.ds(wg * cfg.rows, cfg.rows)]
-            elif cfg.split == "columns":
+            a = a_smem.at[slot, pl.ds(wg * cfg.rows, cfg.rows)] if by_rows else a_smem.at[slot]
+            if by_rows:
+                b = b_smem.at[slot]
+            else:
                 part = pl.ds(wg * cfg.columns, cfg.columns)
                 b = b_smem.at[slot, part] if transpose_rhs else b_smem.at[slot, :, part]
             return a, b.transpose((1, 0)) if transpose_rhs else b
 
         def tile(item, loads, step):
-            row = item.row + (wg * cfg.rows if cfg.split == "rows" else 0)
-            column = item.column + (wg * cfg.columns if cfg.split == "columns" else 0)
+            row = item.row + (wg * cfg.rows if by_rows else 0)
+            column = item.column + (0 if by_rows else wg * cfg.columns)
             seen = (row < item.end) & (row + cfg.rows > item.start) & (column < out_ref.shape[1])
-
-            def store(value):
-                whole = (row >= item.start) & (row + cfg.rows <= item.end)
-
-                @pl.when(whole)
-                def _():
-                    store_whole(out_ref, value, o_smem.at[wg], row, column, cfg, interpret=interpret)
-
-                @pl.when(~whole)
-                def _():
-                    for r in range(0, cfg.rows, WGMMA_ROWS):
-                        part = value[r : r + WGMMA_ROWS]
-                        store_rows(out_ref, part, row + r, column, item.start, item.end, interpret=interpret)
-
-            def multiply(acc):
-                def product(s):
-                    slot = slot_of(step + s)
-                    plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, *operands(slot))
-
-                product(0)
-
-                def advance(s, _):
-                    product(s)
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(free.at[slot_of(step + s - 1)])
-
-                lax.fori_loop(1, steps, advance, None)
-                value = acc[...]
-                plgpu.barrier_arrive(free.at[slot_of(step + (steps - 1))])
-                return value.astype(out_ref.dtype)
+            save = functools.partial(store, out_ref, o_smem=o_smem.at[wg], row=row, column=column, cfg=cfg)
+            save = functools.partial(save, keep=(item.start, item.end), interpret=interpret)
 
             def drain(s, _):
                 slot = slot_of(step + s)
                 plgpu.barrier_wait(full.at[slot])
+                lead(cfg, wg, ahead, step + s)
                 plgpu.barrier_arrive(free.at[slot])
 
             @pl.when(seen & (loads > 0))
             def _():
-                store(pl.run_scoped(multiply, plgpu.ACC((cfg.rows, cfg.columns), jnp.float32)))
+                parts = functools.partial(multiply, slot_of=slot_of, operands=operands, full=full, free=free)
+                value = parts(cfg, step, steps, lambda s: lead(cfg, wg, ahead, s))
+                save(value.astype(out_ref.dtype))
 
             @pl.when(~seen & (loads > 0))
             def _():
@@ -267,35 +269,83 @@ def _kernel(
 
             @pl.when(seen & (item.group < 0))
             def _():
-                store(layout_cast(jnp.zeros((cfg.rows, cfg.columns), out_ref.dtype), plgpu.Layout.WGMMA))
+                save(layout_cast(jnp.zeros((cfg.rows, cfg.columns), out_ref.dtype), plgpu.Layout.WGMMA))
 
-        walk(cfg, ring, mine, fetch, decode, tile)
+        follow(cfg, wg, ahead)
+        done = walk(mine, fetch, decode, tile)
+        lead_out(cfg, wg, ahead, done)
         plgpu.wait_smem_to_gmem(0)
 
 
-def ring_of(cfg: Any, wg: Any) -> tuple[Any, Any]:
-    """Which ring of shared memory a warpgroup works on, and the slot of a step in it."""
-    ring = lax.rem(wg, jnp.int32(cfg.consumers)) if cfg.rings > 1 else jnp.int32(0)
-
-    def slot_of(step):
-        return ring * cfg.stages + lax.rem(step, jnp.int32(cfg.stages))
-
-    return ring, slot_of
-
-
-def walk(cfg: Any, ring: Any, mine: Any, fetch: Any, decode: Any, tile: Any) -> None:
-    """Has a warpgroup do the block's items, or its ring's share of them.
+def walk(mine: Any, fetch: Any, decode: Any, tile: Any) -> Any:
+    """Has a warpgroup do the block's items, and returns the number of steps.
 
     `fetch(i)` reads what `decode(i, ...)` makes an item and its number of steps of; it is called an item ahead.
     """
 
-    def one(n, carry):
+    def one(i, carry):
         step, fields = carry
-        i = ring + n * cfg.rings
         item, steps = decode(i, fields)
-        fields = fetch(i + cfg.rings)
+        fields = fetch(i + 1)
         tile(item, steps, step)
         return step + steps, fields
 
-    count = lax.div(mine - ring + (cfg.rings - 1), jnp.int32(cfg.rings))
-    lax.fori_loop(0, count, one, (jnp.int32(0), fetch(ring)))
+    return lax.fori_loop(0, mine, one, (jnp.int32(0), fetch(0)))[0]
+
+
+def multiply(
+    cfg: Any,
+    step: Any,
+    steps: Any,
+    begun: Any,
+    *,
+    slot_of: Any,
+    operands: Any,
+    full: Any,
+    free: Any,
+    prepare: Any = lambda s, slot: None,
+) -> Array:
+    """Sums the products of `steps` steps from `step` on; a step's memory is given back when the next one's product runs."""
+
+    def body(acc):
+        def product(s):
+            slot = slot_of(step + s)
+            plgpu.barrier_wait(full.at[slot])
+            prepare(s, slot)
+            plgpu.wgmma(acc, *operands(slot))
+            begun(step + s)
+
+        product(0)
+
+        def advance(s, _):
+            product(s)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(free.at[slot_of(step + s - 1)])
+
+        lax.fori_loop(1, steps, advance, None)
+        value = acc[...]
+        plgpu.barrier_arrive(free.at[slot_of(step + steps - 1)])
+        return value
+
+    return pl.run_scoped(body, plgpu.ACC((cfg.rows, cfg.columns), jnp.float32))
+
+
+# The first consumer is `cfg.lag` steps ahead from the start, and stays so: it computes while the others store.
+
+
+def follow(cfg: Any, wg: Any, ahead: Any) -> None:
+    """Has other consumers than the first wait for it."""
+    if cfg.lag:
+        pl.when(wg > 0)(lambda: plgpu.barrier_wait(ahead))
+
+
+def lead(cfg: Any, wg: Any, ahead: Any, step: Any) -> None:
+    """Lets the others begin once the first consumer is far enough."""
+    if cfg.lag:
+        pl.when((wg == 0) & (step == cfg.lag))(lambda: plgpu.barrier_arrive(ahead))
+
+
+def lead_out(cfg: Any, wg: Any, ahead: Any, done: Any) -> None:
+    """Lets the others begin if there were too few steps."""
+    if cfg.lag:
+        pl.when((wg == 0) & (done <= cfg.lag))(lambda: plgpu.barrier_arrive(ahead))

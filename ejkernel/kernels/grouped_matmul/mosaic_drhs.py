@@ -16,17 +16,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_wgmma import layout_cast
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrhsConfig, drhs_space
-from ejkernel.kernels.grouped_matmul.mosaic import ring_of, staging, store_whole, walk
+from ejkernel.kernels.grouped_matmul.mosaic import (
+    follow,
+    lead,
+    lead_out,
+    multiply,
+    staging,
+    store,
+    walk,
+)
 from ejkernel.kernels.grouped_matmul.mosaic_schedule import largest_first
-from ejkernel.kernels.grouped_matmul.mosaic_store import put
+from ejkernel.kernels.grouped_matmul.mosaic_store import zero_rows
 
 Array = jax.Array
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 def unsupported(lhs: Any, dout: Any) -> str | None:
@@ -61,12 +67,13 @@ def drhs(
     row_tiles, column_tiles = -(-k // (cfg.block_m * cfg.cluster)), -(-n // cfg.block_n)
     blocks = min(blocks // cfg.cluster, groups * row_tiles * column_tiles)
     scratch = {
-        "a_smem": swizzled((cfg.slots, STEP, cfg.block_m), lhs.dtype),
-        "b_smem": swizzled((cfg.slots, STEP, cfg.block_n), dout.dtype),
+        "a_smem": swizzled((cfg.stages, STEP, cfg.block_m), lhs.dtype),
+        "b_smem": swizzled((cfg.stages, STEP, cfg.block_n), dout.dtype),
         "o_smem": staging(cfg, out_dtype),
-        "full": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=2),
-        "free": shared_barrier(cfg.cluster, cfg.slots, cfg.consumers // cfg.rings),
-        "masked": plgpu.Barrier(num_arrivals=cfg.consumers) if cfg.rings == 1 else None,
+        "full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
+        "masked": plgpu.Barrier(num_barriers=cfg.stages),
+        "free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
+        "ahead": plgpu.Barrier(),
     }
     body = functools.partial(
         _kernel, cfg=cfg, tiles=(row_tiles, column_tiles), blocks=blocks, interpret=bool(interpret)
@@ -77,7 +84,7 @@ def drhs(
         out_type=jax.ShapeDtypeStruct((groups, k, n), out_dtype),
         blocks=blocks,
         cluster=cfg.cluster,
-        consumers=cfg.consumers + cfg.rings - 1,
+        consumers=cfg.consumers,
         scratch=scratch,
         interpret=interpret,
     )
@@ -99,15 +106,18 @@ def _kernel(
     b_smem,
     o_smem,
     full,
-    free,
     masked,
+    free,
+    ahead,
 ):
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
     place = place_in_cluster(cfg.cluster)
     row_tiles, column_tiles = tiles
     groups, per_group = out_ref.shape[0], row_tiles * column_tiles
     mine = lax.div(groups * per_group - block + (blocks - 1), jnp.int32(blocks))
-    ring, slot_of = ring_of(cfg, wg)
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(cfg.stages))
 
     def fetch(i):
         """Reads which group this block's item `i` belongs to; not used before a tile later, it costs no time."""
@@ -125,9 +135,9 @@ def _kernel(
         row = (band * cfg.band + (local - column * height)) * cfg.cluster + place
         base = start - lax.rem(start, jnp.int32(ALIGNED_ROWS))
         steps = jnp.where(end > start, lax.div(end - base + (STEP - 1), jnp.int32(STEP)), 0)
-        return (group, start - base, end - base, base, row * cfg.block_m, column * cfg.block_n), steps
+        return (group, start, end, base, row * cfg.block_m, column * cfg.block_n), steps
 
-    @pl.when(wg >= cfg.consumers)
+    @pl.when(wg == cfg.consumers)
     def _produce():
         plgpu.set_max_registers(cfg.producer_registers, action="decrease")
 
@@ -144,84 +154,55 @@ def _kernel(
 
             lax.fori_loop(0, steps, load, None)
 
-        walk(cfg, ring, mine, fetch, decode, tile)
+        walk(mine, fetch, decode, tile)
         for s in range(cfg.stages):
-            plgpu.barrier_wait(free.at[slot_of(s)])
+            plgpu.barrier_wait(free.at[s])
 
     @pl.when(wg < cfg.consumers)
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
         for s in range(cfg.stages):
-            plgpu.barrier_arrive(free.at[slot_of(s)])
+            plgpu.barrier_arrive(free.at[s])
+        by_rows = cfg.split == "rows"
 
         def operands(slot):
-            a, b = a_smem.at[slot], b_smem.at[slot]
-            if cfg.split == "rows":
-                a = a_smem.at[slot, :, pl.ds(wg * cfg.rows, cfg.rows)]
-            elif cfg.split == "columns":
-                b = b_smem.at[slot, :, pl.ds(wg * cfg.columns, cfg.columns)]
-            return a.transpose((1, 0)), b
+            if by_rows:
+                return a_smem.at[slot, :, pl.ds(wg * cfg.rows, cfg.rows)].transpose((1, 0)), b_smem.at[slot]
+            return a_smem.at[slot].transpose((1, 0)), b_smem.at[slot, :, pl.ds(wg * cfg.columns, cfg.columns)]
 
         def mask(slot, first, last):
-            """Makes rows before `first` and from `last` on zeros; consumers of one ring share out the columns."""
-            row = plgpu.broadcasted_iota(jnp.int32, (STEP,), 0, layout=_ROWS)
-            inside = lax.broadcast_in_dim((row >= first) & (row < last), (STEP, 64), [0])
-            sharing = cfg.consumers // cfg.rings
-            for smem, width in ((a_smem, cfg.block_m), (b_smem, cfg.block_n)):
-                for c in range(0, width, 64):
-
-                    def piece(smem=smem, c=c):
-                        ref = smem.at[slot, :, pl.ds(c, 64)]
-                        value = load_with_layout(ref, layout=plgpu.Layout.WGMMA)
-                        put(ref, jnp.where(inside, value, jnp.zeros_like(value)), interpret=interpret)
-
-                    if sharing == 1:
-                        piece()
-                    else:
-                        pl.when(wg == (c // 64) % sharing)(piece)
-
+            """Makes rows before `first` and from `last` on zeros: each its own part, the first one what all read."""
+            own, shared = (a_smem, b_smem) if by_rows else (b_smem, a_smem)
+            width = cfg.rows if by_rows else cfg.columns
+            zero_rows(own.at[slot, :, pl.ds(wg * width, width)], first, last, interpret=interpret)
+            pl.when(wg == 0)(lambda: zero_rows(shared.at[slot], first, last, interpret=interpret))
             plgpu.commit_smem()
-            if sharing > 1:
-                plgpu.barrier_arrive(masked)
-                plgpu.barrier_wait(masked)
+            if cfg.consumers > 1:
+                pl.when(wg == 0)(lambda: plgpu.barrier_arrive(masked.at[slot]))
+                pl.when(wg > 0)(lambda: plgpu.barrier_wait(masked.at[slot]))
 
         def tile(item, steps, step):
-            group, start, end, _, row, column = item
-            row = row + (wg * cfg.rows if cfg.split == "rows" else 0)
-            column = column + (wg * cfg.columns if cfg.split == "columns" else 0)
-
-            def multiply(acc):
-                def product(s):
-                    slot = slot_of(step + s)
-                    plgpu.barrier_wait(full.at[slot])
-                    first, last = start - s * STEP, end - s * STEP
-                    pl.when((first > 0) | (last < STEP))(lambda: mask(slot, first, last))
-                    plgpu.wgmma(acc, *operands(slot))
-
-                product(0)
-
-                def advance(s, _):
-                    product(s)
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(free.at[slot_of(step + s - 1)])
-
-                lax.fori_loop(1, steps, advance, None)
-                value = acc[...]
-                plgpu.barrier_arrive(free.at[slot_of(step + steps - 1)])
-                return value.astype(out_ref.dtype)
-
-            def store(value):
-                store_whole(out_ref.at[group], value, o_smem.at[wg], row, column, cfg, interpret=interpret)
-
-            shape = (cfg.rows, cfg.columns)
+            group, start, end, base, row, column = item
+            row = row + (wg * cfg.rows if by_rows else 0)
+            column = column + (0 if by_rows else wg * cfg.columns)
+            save = functools.partial(store, out_ref.at[group], o_smem=o_smem.at[wg], row=row, column=column, cfg=cfg)
 
             @pl.when(steps > 0)
             def _():
-                store(pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)))
+                def prepare(s, slot):
+                    first, last = start - base - s * STEP, end - base - s * STEP
+                    pl.when((first > 0) | (last < STEP))(lambda: mask(slot, first, last))
+
+                parts = functools.partial(multiply, slot_of=slot_of, operands=operands, full=full, free=free)
+                value = parts(cfg, step, steps, lambda s: lead(cfg, wg, ahead, s), prepare=prepare)
+                save(value.astype(out_ref.dtype), interpret=interpret)
 
             @pl.when(steps == 0)
             def _():
-                store(layout_cast(jnp.zeros(shape, out_ref.dtype), plgpu.Layout.WGMMA))
+                zeros = layout_cast(jnp.zeros((cfg.rows, cfg.columns), out_ref.dtype), plgpu.Layout.WGMMA)
+                save(zeros, interpret=interpret)
 
-        walk(cfg, ring, mine, fetch, decode, tile)
+        follow(cfg, wg, ahead)
+        done = walk(mine, fetch, decode, tile)
+        lead_out(cfg, wg, ahead, done)
         plgpu.wait_smem_to_gmem(0)

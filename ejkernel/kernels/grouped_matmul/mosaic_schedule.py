@@ -82,7 +82,8 @@ def items(
     """The table of items; and what tells their number and which rows belong to no group, for `extent`.
 
     The table has four columns: twice the group, plus one for a tile of half cost; the group's first row; its end; and
-    the first item of the same group and cost. Items of half cost come last.
+    the first item of the same group and cost. Items of half cost come last, else those of large groups first: blocks
+    that take every so many items then have about equal work.
     """
     sizes, first = jnp.asarray(group_sizes, jnp.int32), _first(first_row)
     groups = sizes.shape[0]
@@ -90,29 +91,38 @@ def items(
     full = whole * tiling.column_tiles + odd * tiling.odd_items
     # Costs before groups: no concatenation, which XLA would make a kernel of its own.
     late, group = (lax.broadcasted_iota(jnp.int32, (2, groups), axis) for axis in (0, 1))
+    sized = jnp.broadcast_to(sizes[None], late.shape)
     counts = jnp.where(late == 0, full[None], (half * tiling.odd_items)[None])
     square = (2, groups, 2, groups)
-    mine = [lax.broadcast_in_dim(x, square, (0, 1)) for x in (late, group)]
-    other = [lax.broadcast_in_dim(x, square, (2, 3)) for x in (late, group)]
-    upto = (other[0] < mine[0]) | ((other[0] == mine[0]) & (other[1] <= mine[1]))
-    reach = jnp.where((other[0] == 0) & (other[1] <= mine[1]), sizes, 0)
-    counted = lax.broadcast_in_dim(counts, square, (2, 3))
-    earlier = jnp.where((other[0] == mine[0]) & (other[1] == mine[1]), 0, counted)
-    cum, before, ends = _sums([counted, earlier, reach], upto, (2, 3))
+    my_late, mine, my_size = (lax.broadcast_in_dim(x, square, (0, 1)) for x in (late, group, sized))
+    its_late, other, its_size, counted = (lax.broadcast_in_dim(x, square, (2, 3)) for x in (late, group, sized, counts))
+    same = (its_late == my_late) & (other == mine)
+    larger = (its_size > my_size) | ((its_size == my_size) & (other < mine))
+    earlier = (its_late < my_late) | ((its_late == my_late) & larger)
+    cum, before, ends = _sums(
+        [
+            jnp.where(earlier | same, counted, 0),
+            jnp.where(earlier, counted, 0),
+            jnp.where((its_late == 0) & (other <= mine), its_size, 0),
+        ],
+        jnp.ones(square, bool),
+        (2, 3),
+    )
     starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
     bound = tiling.bound(rows, groups)
     item = lax.broadcasted_iota(jnp.int32, (bound, 2, groups), 0)
     here = (before[None] <= item) & (item < cum[None])
     facts = [2 * group + late, starts, stops, before]
-    code, start, stop, offset = _sums([jnp.broadcast_to(x[None], here.shape) for x in facts], here, (1, 2))
-    return (code, start, stop, offset), (cum, ends, first.reshape(1))
+    # The number of all items with every item: a sum of its own would be one more kernel.
+    facts = [jnp.where(here, x[None], 0) for x in facts] + [jnp.broadcast_to(counts[None], here.shape)]
+    code, start, stop, offset, total = _sums(facts, jnp.ones(here.shape, bool), (1, 2))
+    return (code, start, stop, offset), (total, ends, first.reshape(1))
 
 
-def extent(cum_ref: Any, ends_ref: Any, first_ref: Any, rows: int) -> tuple[Any, Any, Any]:
+def extent(total_ref: Any, ends_ref: Any, first_ref: Any, rows: int) -> tuple[Any, Any, Any]:
     """The number of items, the first group's first row and the last one's end."""
-    last = cum_ref.shape[1] - 1
     first = first_ref[0]
-    return cum_ref[1, last], jnp.minimum(first, rows), jnp.minimum(ends_ref[0, last] + first, rows)
+    return total_ref[0], jnp.minimum(first, rows), jnp.minimum(ends_ref[0, ends_ref.shape[1] - 1] + first, rows)
 
 
 def _first(first_row: Array | None) -> Array:

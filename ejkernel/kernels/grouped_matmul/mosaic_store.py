@@ -1,7 +1,8 @@
-"""Stores of some rows of a tile, straight from registers: the copy engine stores whole tiles only."""
+"""Stores of some rows of a tile: the copy engine stores whole tiles only."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -30,20 +31,84 @@ def put(ref: Any, value: jax.Array, *, interpret: bool) -> None:
     store(ref, value)
 
 
-def store_rows(ref: Any, value: jax.Array, row: Any, column: Any, start: Any, end: Any, *, interpret: bool) -> None:
-    """Stores `value` `[64, n]` at `row` and `column` of `ref`, but only its rows from `start` to `end`, rows of `ref`.
+def zero_rows(ref: Any, first: Any, last: Any, *, interpret: bool) -> None:
+    """Makes rows of `ref`, `[64, n]` in shared memory and 16 bits, zeros: those before `first` and from `last` on."""
+    if interpret:
+        row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        value = ref[...]
+        ref[...] = jnp.where((row >= first) & (row < last), value, jnp.zeros_like(value))
+        return
+    column_tiles = ref.shape[1] // 64
+    splat = plgpu.Layout.WG_SPLAT
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
-    Columns past the last of `ref`, a multiple of 64, are left out.
+    @inline_mgpu(arg_types=(plgpu.RefType(transforms), splat, splat))
+    def zero(_, ref, first, last):
+        i32 = ir.IntegerType.get_signless(32)
+        first, last = first.registers.item(), last.registers.item()
+
+        def const(x: int) -> Any:
+            return arith.constant(i32, x)
+
+        def bits(x: Any, first: int, count: int) -> Any:
+            return arith.andi(arith.shrui(x, const(first)), const((1 << count) - 1))
+
+        # Two threads a row, with four of its eight pieces of 16 bytes in each memory tile: which is which is all one.
+        thread = _thread()
+        row, half = bits(thread, 0, 6), bits(thread, 6, 1)
+        row_stride, tile_stride = _tile_strides(ref)
+        place = arith.addi(arith.muli(bits(row, 3, 3), const(row_stride)), arith.muli(bits(row, 0, 3), const(128)))
+        outside = arith.ori(
+            arith.cmpi(arith.CmpIPredicate.slt, row, first), arith.cmpi(arith.CmpIPredicate.sge, row, last)
+        )
+        base = arith.addi(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref)), place)
+        for piece in range(4):
+            # Rows next to each other begin at different pieces, and so at different banks.
+            turned = arith.xori(arith.addi(arith.muli(half, const(4)), const(piece)), bits(row, 0, 3))
+            address = arith.addi(base, arith.muli(turned, const(16)))
+            for c in range(column_tiles):
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [arith.extui(i32, outside), address],
+                    "{ .reg .pred p; .reg .b32 z; setp.ne.b32 p, $0, 0; mov.b32 z, 0;"
+                    f" @p st.shared.v4.b32 [$1 + {c * tile_stride}], {{z, z, z, z}}; }}",
+                    "r,r,~{memory}",
+                    has_side_effects=True,
+                    asm_dialect=0,
+                )
+
+    zero(ref, jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
+
+
+def _thread() -> Any:
+    """The number of the thread, read anew: else what depends on it alone is kept in registers all the time."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True, asm_dialect=0)
+
+
+def _tile_strides(ref: Any) -> tuple[int, int]:
+    """Bytes from a memory tile of 16-bit elements to the one below and to the one beside it."""
+    below, beside, *_ = ir.MemRefType(ref.type).get_strides_and_offset()[0]
+    return below * 2, beside * 2
+
+
+def copy_rows(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any, *, interpret: bool) -> None:
+    """Copies `tile` `[64, n]` of shared memory to `row` and `column` of `ref`, but only rows from `start` to `end` of `ref`.
+
+    Nothing may be stored to `tile` that not all threads of the warpgroup have seen. Columns past the last of `ref`, which
+    come in whole memory tiles, are left out.
     """
     if interpret:
-        _store_one_by_one(ref, value, row, column, start, end)
+        _copy_one_by_one(tile, ref, row, column, start, end)
         return
-    columns, width = value.shape[1], ref.shape[1]
-    item_bytes = jnp.dtype(value.dtype).itemsize
+    width, item_bytes = ref.shape[1], jnp.dtype(ref.dtype).itemsize
+    across = 128 // item_bytes  # Columns of a memory tile: a row of it is 128 bytes, in pieces of 16 that are permuted.
+    column_tiles = tile.shape[1] // across
     splat = plgpu.Layout.WG_SPLAT
+    transforms = (plgpu.TilingTransform((8, across)), plgpu.SwizzleTransform(128))
 
-    @inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, splat, splat, splat, splat))
-    def store(_, ref, array, row, column, start, end):
+    @inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType(), splat, splat, splat, splat))
+    def copy(_, tile, ref, row, column, start, end):
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         row, column, start, end = (x.registers.item() for x in (row, column, start, end))
 
@@ -53,55 +118,54 @@ def store_rows(ref: Any, value: jax.Array, row: Any, column: Any, start: Any, en
         def bits(x: Any, first: int, count: int) -> Any:
             return arith.andi(arith.shrui(x, const(first)), const((1 << count) - 1))
 
-        def less(a: Any, b: Any) -> Any:
-            return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+        thread = _thread()
+        piece, line, sixteenth = bits(thread, 0, 3), bits(thread, 3, 3), bits(thread, 6, 1)
+        # A thread copies a piece of every 16th row: its place within a memory tile is always the same.
+        source = arith.addi(
+            llvm.ptrtoint(i32, mgpu.utils.memref_ptr(tile)),
+            arith.addi(
+                arith.muli(sixteenth, const(1024 * column_tiles)),
+                arith.addi(arith.muli(line, const(128)), arith.muli(arith.xori(piece, line), const(16))),
+            ),
+        )
+        first = arith.addi(row, arith.addi(arith.muli(sixteenth, const(8)), line))
+        offset = arith.addi(
+            arith.muli(arith.extsi(i64, first), arith.constant(i64, width * item_bytes)),
+            arith.extsi(i64, arith.addi(arith.muli(column, const(item_bytes)), arith.muli(piece, const(16)))),
+        )
+        target = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), offset)
+        # One piece of text for all rows: as values, predicates and addresses of them all would be held at once.
+        lines = ["{ .reg .pred p; .reg .b32 a, b, c, d, r;"]
+        for i, c in itertools.product(range(4), range(column_tiles)):
+            near, far = (2 * i * column_tiles + c) * 1024, 16 * i * width * item_bytes + c * 128
+            lines += [
+                f"add.s32 r, $0, {16 * i}; setp.lt.u32 p, r, $1; setp.lt.and.s32 p, $2, {width - c * across}, p;",
+                f"@p ld.shared.v4.b32 {{a, b, c, d}}, [$3 + {near}];",
+                f"@p st.global.v4.b32 [$4 + {far}], {{a, b, c, d}};",
+            ]
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [arith.subi(first, start), arith.subi(end, start), column, source, target],
+            " ".join([*lines, "}"]),
+            "r,r,r,r,l,~{memory}",
+            has_side_effects=True,
+            asm_dialect=0,
+        )
 
-        thread: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0)
-        warp, line, pair = bits(thread, 5, 2), bits(thread, 2, 3), bits(thread, 0, 2)
-        upper = arith.addi(row, arith.addi(arith.muli(warp, const(16)), line))
-        first = arith.addi(column, arith.muli(pair, const(2)))
-        base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-        rows = []
-        for below in (0, 8):
-            at = arith.addi(upper, const(below))
-            inside = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, at, start), less(at, end))
-            element = arith.addi(
-                arith.muli(arith.extsi(i64, at), arith.constant(i64, width)), arith.extsi(i64, first)
-            )
-            rows.append((inside, arith.addi(base, arith.muli(element, arith.constant(i64, item_bytes)))))
-        registers = array.registers.reshape(columns // 8, 2)  # Of 8 columns each: the upper 8 rows, the lower.
-        for i in range(columns // 8):
-            fits = less(arith.addi(column, const(8 * i)), const(width))
-            for register, (inside, address) in zip(registers[i], rows, strict=True):
-                chosen = arith.extui(i32, arith.andi(inside, fits))
-                offset = 8 * i * item_bytes
-                if item_bytes == 2:
-                    words, text, kinds = [mgpu.utils.bitcast(register, i32)], "b32 [$1 + {}], $2;", "r"
-                else:
-                    words = [llvm.extractelement(register, const(j)) for j in range(2)]
-                    text, kinds = "v2.f32 [$1 + {}], {{$2, $3}};", "f,f"
-                llvm.inline_asm(
-                    ir.Type.parse("!llvm.void"),
-                    [chosen, address, *words],
-                    "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.global." + text.format(offset) + " }",
-                    "r,l," + kinds,
-                    has_side_effects=True,
-                    asm_dialect=0,
-                )
-
-    store(ref, value, *(jnp.asarray(x, jnp.int32) for x in (row, column, start, end)))
+    copy(tile, ref, *(jnp.asarray(x, jnp.int32) for x in (row, column, start, end)))
 
 
-def _store_one_by_one(ref: Any, value: jax.Array, row: Any, column: Any, start: Any, end: Any) -> None:
+def _copy_one_by_one(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any) -> None:
     """The same in JAX's interpreter; row by row, since other blocks may be storing the rows next to these."""
-    width = 64
+
+    across = 128 // jnp.dtype(ref.dtype).itemsize
 
     def one(i, _):
-        for c in range(0, value.shape[1], width):
+        for c in range(0, tile.shape[1], across):
 
             @pl.when((row + i >= start) & (row + i < end) & (column + c < ref.shape[1]))
             def _(c=c):
-                line = lax.dynamic_slice(value, (i, jnp.int32(c)), (1, width))
-                ref.at[pl.ds(row + i, 1), pl.ds(column + c, width)][...] = line
+                line = tile.at[pl.ds(i, 1), pl.ds(c, across)][...]
+                ref.at[pl.ds(row + i, 1), pl.ds(column + c, across)][...] = line
 
-    lax.fori_loop(0, value.shape[0], one, None)
+    lax.fori_loop(0, tile.shape[0], one, None)
