@@ -112,12 +112,12 @@ def parse_config(kind, text):
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     pairs = dict(part.split("=") for part in text.split(",") if part)
     pairs = {name: value for name, value in pairs.items() if name in types}
-    return kind(**{name: value if types[name] == "Split" else int(value) for name, value in pairs.items()})
+    return kind(**{name: value if types[name] in ("Split", "Halves") else int(value) for name, value in pairs.items()})
 
 
 def short(cfg) -> str:
     base = f"{cfg.consumers}x{cfg.rows}x{cfg.block_n}{cfg.split[0]}"
-    late = " late" if getattr(cfg, "late_halves", False) else ""
+    late = " " + getattr(cfg, "halves", "")
     return f"{base} c{cfg.cluster} s{cfg.stages} b{cfg.band} w{cfg.store_columns}x{cfg.store_slots} l{cfg.lag}{late}"
 
 
@@ -202,6 +202,8 @@ def time_workload(name, options):
                 print("FAIL", name, which, label, str(error)[:300], flush=True)
     bytes_ = 2 * (rows * k + rows * n + int((sizes > 0).sum()) * k * n)
     for which, label, call, sync in calls:
+        if options.verbose:
+            print("first run of", name, which, label, flush=True)
         sync(call())
     parts = {}
     for _ in range(options.rounds):
@@ -266,6 +268,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=14)
+    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()

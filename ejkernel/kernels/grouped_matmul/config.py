@@ -15,6 +15,7 @@ _BARRIER_BYTES = 1_024
 _SPARE_REGISTERS = 40  # Addresses, counters, what an epilogue holds beside the accumulator.
 
 Split = Literal["rows", "columns"]
+Halves = Literal["no", "near", "late"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +102,12 @@ class MosaicConfig(_Tile):
     """One way to run the forward kernel; rows are those of lhs, columns those of the result.
 
     Attributes:
-      late_halves: Whether tiles of groups' ends that cost half as much come after all others. That evens out the work of
-        the SMs, but the weights of a group are read twice.
+      halves: Whether a last tile of which no more than half has rows, and which costs half as much, is done apart from
+        its group's others: right after them (`near`), or after all other groups (`late`), which evens out the work of
+        the SMs best, but reads the weights again. `no` reads the weights least often.
     """
 
-    late_halves: bool = False
+    halves: Halves = "no"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,15 +118,15 @@ class MosaicDrhsConfig(_Tile):
 def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicConfig]:
     """Configs for a forward pass that fit the chip, the guess first."""
     few = [MosaicConfig(split="columns", cluster=1, block_n=128)] if rows <= 32 * groups else []
-    large = rows >= 1024 * groups
-    shaped = [dataclasses.replace(cfg, late_halves=late) for cfg in _shapes(MosaicConfig) for late in (large, not large)]
-    fits = (_deepest(cfg, out_bytes) for cfg in [*few, *shaped])
+    order: tuple[Halves, ...] = ("near", "late", "no") if rows >= 512 * groups else ("no", "near", "late")
+    shaped = [dataclasses.replace(cfg, halves=halves) for halves in order for cfg in _shapes(MosaicConfig)]
+    fits = [_deepest(cfg, out_bytes, whole) for whole in (True, False) for cfg in [*few, *shaped]]
     return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
 
 
 def drhs_space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicDrhsConfig]:
     """Configs for a gradient of the weights that fit the chip, the guess first."""
-    fits = (_deepest(cfg, out_bytes) for cfg in _shapes(MosaicDrhsConfig))
+    fits = [_deepest(cfg, out_bytes, whole) for whole in (True, False) for cfg in _shapes(MosaicDrhsConfig)]
     return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
 
 
@@ -135,18 +137,19 @@ def _shapes(kind: type[_Config]) -> Iterator[_Config]:
     shapes: tuple[tuple[int, int, Split], ...] = (
         (64, 256, "rows"),
         (64, 192, "rows"),
-        (128, 256, "columns"),
         (64, 128, "rows"),
+        (128, 256, "columns"),
         (64, 256, "columns"),
     )
-    for (rows, block_n, split), cluster, lag in itertools.product(shapes, (2, 1), (0, 2)):
-        yield kind(rows=rows, block_n=block_n, split=split, cluster=cluster, lag=lag)
+    for (rows, block_n, split), cluster in itertools.product(shapes, (2, 1)):
+        yield kind(rows=rows, block_n=block_n, split=split, cluster=cluster)
 
 
-def _deepest(cfg: _Config, out_bytes: int) -> _Config | None:
-    """The same with as many stages as there is memory for, and stores of 128 bytes a row."""
+def _deepest(cfg: _Config, out_bytes: int, whole: bool) -> _Config | None:
+    """The same with as many stages as there is memory for, storing all columns at once or 128 bytes of a row."""
+    columns, slots, lag = (cfg.columns, 1, 1) if whole else (128 // out_bytes, 2, 0)
     for stages in range(7, 2, -1):
-        deep = dataclasses.replace(cfg, stages=stages, store_columns=128 // out_bytes)
+        deep = dataclasses.replace(cfg, stages=stages, store_columns=columns, store_slots=slots, lag=lag)
         if deep.unfit(out_bytes) is None:
             return deep
     return None

@@ -62,3 +62,47 @@ def with_existing(
         return out
     inside = covered(local.sizes, rows, local.first_row)
     return jnp.where(inside[:, None], out, existing_out.astype(out.dtype))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowTiles:
+    """Tiles of rows in order, each of one group; as many entries as there can be, those past the last repeat it.
+
+    Attributes:
+      group: Of a tile's rows; -1 where they belong to none.
+      row: The tile's first row.
+      start: First row of the group.
+      end: The row after the group's last; where `live` is false, no row of the tile counts.
+      live: Whether the entry is a tile, and not a repetition.
+    """
+
+    group: Array
+    row: Array
+    start: Array
+    end: Array
+    live: Array
+
+
+def row_tiles(
+    group_sizes: Array, rows: int, block: int, *, first_row: Array | None, align: int, every_group: bool = False
+) -> RowTiles:
+    """Cuts the rows of each group into tiles of `block` that begin at multiples of `align`.
+
+    Rows of no group get tiles too. With `every_group` they do not, but a group without rows gets one tile.
+    """
+    starts, ends = bounds(group_sizes, rows, first_row)
+    group = jnp.arange(starts.shape[0], dtype=jnp.int32)
+    if not every_group:
+        edge = lambda x: jnp.full((1,), x, jnp.int32)
+        group = jnp.concatenate([edge(-1), group, edge(-1)])
+        starts, ends = jnp.concatenate([edge(0), starts, ends[-1:]]), jnp.concatenate([starts[:1], ends, edge(rows)])
+    base = starts - starts % align
+    tiles = jnp.where(ends > starts, -(-(ends - base) // block), int(every_group))
+    cum = jnp.cumsum(tiles, dtype=jnp.int32)
+    entries = rows // block + 2 * starts.shape[0]
+    entry = jnp.arange(entries, dtype=jnp.int32)
+    live = entry < cum[-1]
+    entry = jnp.minimum(entry, jnp.maximum(cum[-1] - 1, 0))
+    which = jnp.minimum(jnp.searchsorted(cum, entry, side="right"), starts.shape[0] - 1)
+    row = base[which] + (entry - (cum - tiles)[which]) * block
+    return RowTiles(group[which], row, starts[which], ends[which], live)

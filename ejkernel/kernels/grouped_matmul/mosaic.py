@@ -70,7 +70,7 @@ def forward(
     cfg = cfg or space(rows, rhs.shape[0], k, n, out_dtype.itemsize)[0]
     if missing := -rows % ALIGNED_ROWS:
         lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
-    tiling = Tiling(cfg.block_m, -(-n // cfg.block_n), cfg.cluster, cfg.band, halves=cfg.late_halves)
+    tiling = Tiling(cfg.block_m, -(-n // cfg.block_n), cfg.cluster, cfg.band, halves=cfg.halves)
     table, facts = items(group_sizes, rows, tiling, first_row)
     blocks = min(blocks // cfg.cluster, table[0].shape[0])
     scratch = {
@@ -116,14 +116,14 @@ def store(
     ]
     width = out_ref.shape[-1]
 
-    def each(copy):
+    def each(copy, in_flight):
         for i, (r, c) in enumerate(pieces):
-            plgpu.wait_smem_to_gmem(cfg.store_slots - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
             tile = o_smem.at[i % cfg.store_slots]
             put(tile, value[r : r + WGMMA_ROWS, c : c + cfg.store_columns], interpret=interpret)
             plgpu.commit_smem()
             copy(tile, row + r, column + c)
-        if len(pieces) % cfg.store_slots:
+        if in_flight and len(pieces) % cfg.store_slots:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy_whole(tile, row, column):
@@ -137,12 +137,14 @@ def store(
     def copy_kept(tile, row, column):
         copy_rows(tile, out_ref, row, column, *keep, interpret=interpret)
 
+    # Pieces that are not left to the copy engine do not count as in flight, so all others are waited for.
+    in_flight = cfg.store_slots - 1 if width > cfg.store_columns else 0
     if keep is None:
-        each(copy_whole)
+        each(copy_whole, in_flight)
     else:
         whole = (row >= keep[0]) & (row + value.shape[0] <= keep[1])
-        pl.when(whole)(lambda: each(copy_whole))
-        pl.when(~whole)(lambda: each(copy_kept))
+        pl.when(whole)(lambda: each(copy_whole, in_flight))
+        pl.when(~whole)(lambda: each(copy_kept, 0))
 
 
 def _kernel(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS
+from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, Halves
 
 Array = jax.Array
 ZEROS = -1  # The group of rows that belong to none.
@@ -43,14 +43,14 @@ class Tiling:
       column_tiles: How many tiles of columns there are.
       cluster: Tiles in an item: side by side in rows, or, of an odd last one, in columns.
       band: Tiles (or pairs) of rows that are walked for each tile of columns.
-      halves: Whether a tile of which no more than half has rows costs half; then it is kept for the end.
+      halves: As in the config.
     """
 
     block_m: int
     column_tiles: int
     cluster: int
     band: int
-    halves: bool
+    halves: Halves
 
     @property
     def odd_items(self) -> int:
@@ -61,7 +61,7 @@ class Tiling:
         reach = size + (ALIGNED_ROWS - 1)
         tiles = jnp.where(size > 0, _divided(reach + (self.block_m - 1), self.block_m), 0)
         half = jnp.int32(0)
-        if self.halves:
+        if self.halves != "no":
             last = reach - (tiles - 1) * self.block_m
             half = ((size > 0) & (last <= self.block_m // 2)).astype(jnp.int32)
         full = tiles - half
@@ -82,8 +82,8 @@ def items(
     """The table of items; and what tells their number and which rows belong to no group, for `extent`.
 
     The table has four columns: twice the group, plus one for a tile of half cost; the group's first row; its end; and
-    the first item of the same group and cost. Items of half cost come last, else those of large groups first: blocks
-    that take every so many items then have about equal work.
+    the first item of the same group and cost. Items of large groups come first: blocks that take every so many
+    items then have about equal work.
     """
     sizes, first = jnp.asarray(group_sizes, jnp.int32), _first(first_row)
     groups = sizes.shape[0]
@@ -98,7 +98,10 @@ def items(
     its_late, other, its_size, counted = (lax.broadcast_in_dim(x, square, (2, 3)) for x in (late, group, sized, counts))
     same = (its_late == my_late) & (other == mine)
     larger = (its_size > my_size) | ((its_size == my_size) & (other < mine))
-    earlier = (its_late < my_late) | ((its_late == my_late) & larger)
+    if tiling.halves == "late":
+        earlier = (its_late < my_late) | ((its_late == my_late) & larger)
+    else:
+        earlier = larger | ((other == mine) & (its_late < my_late))
     cum, before, ends = _sums(
         [
             jnp.where(earlier | same, counted, 0),

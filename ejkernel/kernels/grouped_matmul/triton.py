@@ -1,0 +1,183 @@
+"""Grouped products for NVIDIA GPUs from Ampere on, in Pallas' Triton dialect.
+
+A program owns a tile of rows of one group and a tile of columns (forward), or a tile of one group's gradient, and walks
+the contraction. The tiles of rows are listed on the device; of the programs there are as many as there can be tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ejkernel.kernels.grouped_matmul.groups import bounds, row_tiles
+
+Array = jax.Array
+_SMEM_BYTES = 99 << 10  # What a block may have on the smallest of these GPUs.
+_REGISTERS = 255
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TritonConfig:
+    """One way to run the kernels: the tile of the result, the length of a step, how Triton pipelines it.
+
+    Attributes:
+      block_m: Rows of the result's tile.
+      block_n: Its columns.
+      block_k: Elements of the contraction in a step.
+      num_warps: Warps of a program.
+      num_stages: Steps in flight.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 32
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def unfit(self, item_bytes: int = 2) -> str | None:
+        """Says why this config cannot run with elements of `item_bytes`, or `None` if it can."""
+        blocks = (self.block_m, self.block_n, self.block_k)
+        if any(x < 16 or x & (x - 1) for x in blocks):
+            return f"blocks must be powers of two of at least 16, got {blocks}"
+        smem = self.num_stages * (self.block_m + self.block_n) * self.block_k * item_bytes
+        if smem > _SMEM_BYTES:
+            return f"needs {smem} bytes of shared memory, a block has {_SMEM_BYTES}"
+        live = self.block_m * self.block_n // (32 * self.num_warps) + 48
+        return f"needs about {live} registers a thread, there are {_REGISTERS}" if live > _REGISTERS else None
+
+
+def space(rows: int, groups: int, k: int, n: int, item_bytes: int = 2) -> list[TritonConfig]:
+    """Configs that fit, the guess first."""
+    few = rows <= 32 * groups
+    guess = TritonConfig(block_m=32 if few else 128, block_k=64 if few else 32, num_warps=4 if few else 8)
+    others = [
+        TritonConfig(block_m=m, block_n=columns, block_k=depth, num_warps=warps, num_stages=stages)
+        for m, columns, depth, warps, stages in itertools.product((32, 64, 128), (64, 128, 256), (32, 64), (4, 8), (3, 4))
+    ]
+    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(item_bytes) is None]
+
+
+def unsupported(capability: tuple[int, int], *arrays: Any) -> str | None:
+    """Why these kernels cannot serve a call on a GPU of this compute capability; `None` if they can."""
+    if capability < (8, 0):
+        return "this kernel needs an NVIDIA GPU from Ampere on"
+    if any(0 in x.shape for x in arrays):
+        return "this kernel takes no empty arrays"
+    if any(x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) for x in arrays):
+        return f"arrays must be bfloat16, float16 or float32, got {[str(x.dtype) for x in arrays]}"
+    return None
+
+
+def forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose_rhs: bool = False,
+    out_dtype: Any = None,
+    first_row: Array | None = None,
+    cfg: TritonConfig | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Returns `[M, N]`: rows of a group times its weights, zeros in rows of no group."""
+    (rows, k), groups = lhs.shape, rhs.shape[0]
+    n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    cfg = cfg or space(rows, groups, k, n, lhs.dtype.itemsize)[0]
+    tiles = row_tiles(group_sizes, rows, cfg.block_m, first_row=first_row, align=1)
+    last = jnp.where(tiles.live, tiles.end, 0)
+    kernel = functools.partial(_forward_kernel, cfg=cfg, transpose_rhs=transpose_rhs, sizes=(rows, k, n))
+    out_shape = jax.ShapeDtypeStruct((rows, n), jnp.dtype(lhs.dtype if out_dtype is None else out_dtype))
+    grid = (tiles.row.shape[0], pl.cdiv(n, cfg.block_n))
+    return _call(kernel, (lhs, rhs, tiles.group, tiles.row, last), out_shape, grid, cfg, interpret)
+
+
+def drhs(
+    lhs: Array,
+    dout: Array,
+    group_sizes: Array,
+    *,
+    out_dtype: Any = None,
+    first_row: Array | None = None,
+    cfg: TritonConfig | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Returns `[G, K, N]`: rows of lhs of each group, transposed, times its rows of dout."""
+    (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
+    cfg = cfg or space(rows, groups, k, n, lhs.dtype.itemsize)[0]
+    starts, ends = bounds(group_sizes, rows, first_row)
+    kernel = functools.partial(_drhs_kernel, cfg=cfg, sizes=(rows, k, n))
+    out_shape = jax.ShapeDtypeStruct((groups, k, n), jnp.dtype(lhs.dtype if out_dtype is None else out_dtype))
+    grid = (pl.cdiv(k, cfg.block_m), pl.cdiv(n, cfg.block_n), groups)
+    return _call(kernel, (lhs, dout, starts, ends), out_shape, grid, cfg, interpret)
+
+
+def _call(kernel: Any, arrays: Any, out_shape: Any, grid: Any, cfg: TritonConfig, interpret: bool) -> Array:
+    options = plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=cfg.num_stages)
+    specs: dict[str, Any] = {"grid": grid, "compiler_params": options, "interpret": interpret}
+    return pl.pallas_call(kernel, out_shape=out_shape, **specs)(*arrays)
+
+
+def _dot(a: Array, b: Array, **transposed: bool) -> Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return pl.dot(a, b, precision=precision, **transposed)
+
+
+def _load(ref: Any, rows: Array, columns: Array) -> Array:
+    """Loads where both masks are true, zeros elsewhere; both come with what they index."""
+    (row_index, row_mask), (column_index, column_mask) = rows, columns
+    return plgpu.load(ref.at[row_index, column_index], mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+
+
+def _span(begin: Any, size: int, first: Any, end: Any) -> Any:
+    """A slice of `size`, and which of its elements lie between `first` and `end`."""
+    index = begin + jnp.arange(size, dtype=jnp.int32)
+    return pl.ds(begin, size), (index >= first) & (index < end)
+
+
+def _forward_kernel(lhs_ref, rhs_ref, group_ref, row_ref, end_ref, out_ref, *, cfg, transpose_rhs, sizes):
+    _, k, n = sizes
+    entry = pl.program_id(0)
+    group, row, end = group_ref[entry], row_ref[entry], end_ref[entry]
+    rows = _span(row, cfg.block_m, row, end)
+    columns = _span(pl.program_id(1) * cfg.block_n, cfg.block_n, 0, n)
+
+    @pl.when(row < end)
+    def _():
+        weights = rhs_ref.at[jnp.maximum(group, 0)]
+
+        def step(s, acc):
+            depth = _span(s * cfg.block_k, cfg.block_k, 0, k)
+            a = _load(lhs_ref, rows, depth)
+            if transpose_rhs:
+                return acc + _dot(a, _load(weights, columns, depth), trans_b=True)
+            return acc + _dot(a, _load(weights, depth, columns))
+
+        steps = jnp.where(group >= 0, pl.cdiv(k, cfg.block_k), 0)
+        acc = lax.fori_loop(0, steps, step, jnp.zeros((cfg.block_m, cfg.block_n), jnp.float32))
+        target = out_ref.at[rows[0], columns[0]]
+        plgpu.store(target, acc.astype(out_ref.dtype), mask=rows[1][:, None] & columns[1][None, :])
+
+
+def _drhs_kernel(lhs_ref, dout_ref, start_ref, end_ref, out_ref, *, cfg, sizes):
+    _, k, n = sizes
+    group = pl.program_id(2)
+    start, end = start_ref[group], end_ref[group]
+    rows = _span(pl.program_id(0) * cfg.block_m, cfg.block_m, 0, k)
+    columns = _span(pl.program_id(1) * cfg.block_n, cfg.block_n, 0, n)
+
+    def step(s, acc):
+        depth = _span(start + s * cfg.block_k, cfg.block_k, start, end)
+        return acc + _dot(_load(lhs_ref, depth, rows), _load(dout_ref, depth, columns), trans_a=True)
+
+    steps = lax.div(end - start + (cfg.block_k - 1), jnp.int32(cfg.block_k))
+    acc = lax.fori_loop(0, steps, step, jnp.zeros((cfg.block_m, cfg.block_n), jnp.float32))
+    target = out_ref.at[group, rows[0], columns[0]]
+    plgpu.store(target, acc.astype(out_ref.dtype), mask=rows[1][:, None] & columns[1][None, :])
