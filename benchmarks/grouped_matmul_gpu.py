@@ -78,6 +78,12 @@ def build_check(case, which, cfg, dtype, out_dtype, seed):
     return lambda: relative(compiled(*args), want())
 
 
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    threads: int = 14
+    configs: int = 1
+
+
 def check(options) -> bool:
     seed = time.time_ns() % 2**31
     jobs = []
@@ -112,12 +118,12 @@ def parse_config(kind, text):
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     pairs = dict(part.split("=") for part in text.split(",") if part)
     pairs = {name: value for name, value in pairs.items() if name in types}
-    return kind(**{name: value if types[name] in ("Split", "Halves") else int(value) for name, value in pairs.items()})
+    return kind(**{name: value if types[name] in ("Split", "Halves", "Order") else int(value) for name, value in pairs.items()})
 
 
 def short(cfg) -> str:
     base = f"{cfg.consumers}x{cfg.rows}x{cfg.block_n}{cfg.split[0]}"
-    late = " " + getattr(cfg, "halves", "")
+    late = f" {cfg.halves}, {cfg.order}" if isinstance(cfg, config.MosaicConfig) else ""
     return f"{base} c{cfg.cluster} s{cfg.stages} b{cfg.band} w{cfg.store_columns}x{cfg.store_slots} l{cfg.lag}{late}"
 
 

@@ -16,6 +16,7 @@ _SPARE_REGISTERS = 40  # Addresses, counters, what an epilogue holds beside the 
 
 Split = Literal["rows", "columns"]
 Halves = Literal["no", "near", "late"]
+Order = Literal["as given", "large first"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +83,8 @@ class _Tile:
             return f"rows must be 64 or 128, got {self.rows}"
         if self.columns % 64 or not 64 <= self.columns <= 256 or self.columns * self.consumers < self.block_n:
             return f"a consumer's columns must be 64, 128, 192 or 256, got {self.columns} of {self.block_n}"
-        if self.stages < 2 or not 0 <= self.lag < self.stages - 1:
-            return f"stages must be at least 2 and two more than lag, got {self.stages} and {self.lag}"
+        if self.stages < 2 or self.lag not in (0, 1) or self.lag > self.stages - 2:
+            return f"stages must be at least 2, lag 0 or 1 and two less than stages, got {self.stages} and {self.lag}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
         if self.band < 1 or self.store_slots < 1:
@@ -105,9 +106,12 @@ class MosaicConfig(_Tile):
       halves: Whether a last tile of which no more than half has rows, and which costs half as much, is done apart from
         its group's others: right after them (`near`), or after all other groups (`late`), which evens out the work of
         the SMs best, but reads the weights again. `no` reads the weights least often.
+      order: Which groups come first. `large first` gives SMs equal work; in the order given, groups that wait for memory
+        and groups that wait for products run side by side.
     """
 
     halves: Halves = "no"
+    order: Order = "as given"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +121,14 @@ class MosaicDrhsConfig(_Tile):
 
 def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicConfig]:
     """Configs for a forward pass that fit the chip, the guess first."""
-    few = [MosaicConfig(split="columns", cluster=1, block_n=128)] if rows <= 32 * groups else []
-    order: tuple[Halves, ...] = ("near", "late", "no") if rows >= 512 * groups else ("no", "near", "late")
-    shaped = [dataclasses.replace(cfg, halves=halves) for halves in order for cfg in _shapes(MosaicConfig)]
-    fits = [_deepest(cfg, out_bytes, whole) for whole in (True, False) for cfg in [*few, *shaped]]
+    ways: list[tuple[Halves, Order]] = [("no", "as given"), ("no", "large first"), ("near", "large first")]
+    few, many = rows <= 32 * groups, rows >= 512 * groups
+    ways = [*(ways[::-1] if rows >= 1024 * groups else [ways[1], ways[0], ways[2]] if many else ways)]
+    tiles = [MosaicConfig(split="columns", cluster=1, block_n=128)] if few else []
+    tiles += [dataclasses.replace(cfg, halves=halves, order=order) for halves, order in ways for cfg in _shapes(MosaicConfig)]
+    # Deep rings before large stores where a tile has few steps to hide its loads under.
+    stores = (True, False) if k >= 4096 else (False, True)
+    fits = [_deepest(cfg, out_bytes, whole) for whole in stores for cfg in tiles]
     return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
 
 
@@ -138,7 +146,6 @@ def _shapes(kind: type[_Config]) -> Iterator[_Config]:
         (64, 256, "rows"),
         (64, 192, "rows"),
         (64, 128, "rows"),
-        (128, 256, "columns"),
         (64, 256, "columns"),
     )
     for (rows, block_n, split), cluster in itertools.product(shapes, (2, 1)):

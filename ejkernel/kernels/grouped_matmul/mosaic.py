@@ -70,7 +70,7 @@ def forward(
     cfg = cfg or space(rows, rhs.shape[0], k, n, out_dtype.itemsize)[0]
     if missing := -rows % ALIGNED_ROWS:
         lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
-    tiling = Tiling(cfg.block_m, -(-n // cfg.block_n), cfg.cluster, cfg.band, halves=cfg.halves)
+    tiling = Tiling(cfg.block_m, -(-n // cfg.block_n), cfg.cluster, cfg.band, cfg.halves, cfg.order)
     table, facts = items(group_sizes, rows, tiling, first_row)
     blocks = min(blocks // cfg.cluster, table[0].shape[0])
     scratch = {

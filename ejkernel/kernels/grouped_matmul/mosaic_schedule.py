@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, Halves
+from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, Halves, Order
 
 Array = jax.Array
 ZEROS = -1  # The group of rows that belong to none.
@@ -44,6 +44,7 @@ class Tiling:
       cluster: Tiles in an item: side by side in rows, or, of an odd last one, in columns.
       band: Tiles (or pairs) of rows that are walked for each tile of columns.
       halves: As in the config.
+      order: As in the config.
     """
 
     block_m: int
@@ -51,6 +52,7 @@ class Tiling:
     cluster: int
     band: int
     halves: Halves
+    order: Order
 
     @property
     def odd_items(self) -> int:
@@ -82,26 +84,28 @@ def items(
     """The table of items; and what tells their number and which rows belong to no group, for `extent`.
 
     The table has four columns: twice the group, plus one for a tile of half cost; the group's first row; its end; and
-    the first item of the same group and cost. Items of large groups come first: blocks that take every so many
-    items then have about equal work.
+    the first item of the same group and cost. `Tiling.order` says which come first.
     """
     sizes, first = jnp.asarray(group_sizes, jnp.int32), _first(first_row)
     groups = sizes.shape[0]
     whole, odd, half = tiling.split(sizes)
     full = whole * tiling.column_tiles + odd * tiling.odd_items
     # Costs before groups: no concatenation, which XLA would make a kernel of its own.
-    late, group = (lax.broadcasted_iota(jnp.int32, (2, groups), axis) for axis in (0, 1))
+    costs = 1 if tiling.halves == "no" else 2
+    late, group = (lax.broadcasted_iota(jnp.int32, (costs, groups), axis) for axis in (0, 1))
     sized = jnp.broadcast_to(sizes[None], late.shape)
     counts = jnp.where(late == 0, full[None], (half * tiling.odd_items)[None])
-    square = (2, groups, 2, groups)
+    square = (costs, groups, costs, groups)
     my_late, mine, my_size = (lax.broadcast_in_dim(x, square, (0, 1)) for x in (late, group, sized))
     its_late, other, its_size, counted = (lax.broadcast_in_dim(x, square, (2, 3)) for x in (late, group, sized, counts))
     same = (its_late == my_late) & (other == mine)
-    larger = (its_size > my_size) | ((its_size == my_size) & (other < mine))
+    sooner = other < mine
+    if tiling.order == "large first":
+        sooner = (its_size > my_size) | ((its_size == my_size) & sooner)
     if tiling.halves == "late":
-        earlier = (its_late < my_late) | ((its_late == my_late) & larger)
+        earlier = (its_late < my_late) | ((its_late == my_late) & sooner)
     else:
-        earlier = larger | ((other == mine) & (its_late < my_late))
+        earlier = sooner | ((other == mine) & (its_late < my_late))
     cum, before, ends = _sums(
         [
             jnp.where(earlier | same, counted, 0),
@@ -113,7 +117,7 @@ def items(
     )
     starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
     bound = tiling.bound(rows, groups)
-    item = lax.broadcasted_iota(jnp.int32, (bound, 2, groups), 0)
+    item = lax.broadcasted_iota(jnp.int32, (bound, costs, groups), 0)
     here = (before[None] <= item) & (item < cum[None])
     facts = [2 * group + late, starts, stops, before]
     # The number of all items with every item: a sum of its own would be one more kernel.

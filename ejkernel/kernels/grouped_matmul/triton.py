@@ -127,7 +127,7 @@ def _call(kernel: Any, arrays: Any, out_shape: Any, grid: Any, cfg: TritonConfig
 
 def _dot(a: Array, b: Array, **transposed: bool) -> Array:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return pl.dot(a, b, precision=precision, **transposed)
+    return plgpu.dot(a, b, precision=precision, **transposed)
 
 
 def _load(ref: Any, rows: Array, columns: Array) -> Array:
