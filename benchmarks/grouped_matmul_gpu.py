@@ -118,7 +118,9 @@ def parse_config(kind, text):
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     pairs = dict(part.split("=") for part in text.split(",") if part)
     pairs = {name: value for name, value in pairs.items() if name in types}
-    return kind(**{name: value if types[name] in ("Split", "Halves", "Order") else int(value) for name, value in pairs.items()})
+    return kind(
+        **{name: value if types[name] in ("Split", "Halves", "Order") else int(value) for name, value in pairs.items()}
+    )
 
 
 def short(cfg) -> str:
@@ -171,7 +173,9 @@ def time_workload(name, options):
         return jax.random.normal(key, shape, jnp.bfloat16)
 
     keys = jax.random.split(jax.random.key(options.seed), 3)
-    lhs, rhs, dout = (normal(key, shape) for key, shape in zip(keys, ((rows, k), (groups, k, n), (rows, n))))
+    lhs, rhs, dout = (
+        normal(key, shape) for key, shape in zip(keys, ((rows, k), (groups, k, n), (rows, n)), strict=True)
+    )
     device_sizes = jnp.asarray(sizes)
     arguments = {
         "forward": (lhs, rhs, device_sizes),
@@ -239,8 +243,9 @@ def time_workload(name, options):
     agree(torch_call, calls, options)
     for row in sorted(rows_out, key=lambda r: (PASSES.index(r["pass"]), r["ms"])):
         print(
-            f"{row['workload']:20s} {row['pass']:8s} {row['config']:36s} {row['ms']:8.4f} ms {row['tflops']:6.0f} TFLOP/s"
-            f" {row['gbs']:6.0f} GB/s  x torch {row['x_torch']:.3f}  x dense {row['x_dense']:.3f}  [{row['kernels_us']}]",
+            f"{row['workload']:20s} {row['pass']:8s} {row['config']:36s} {row['ms']:8.4f} ms "
+            f"{row['tflops']:6.0f} TFLOP/s {row['gbs']:6.0f} GB/s  x torch {row['x_torch']:.3f}"
+            f"  x dense {row['x_dense']:.3f}  [{row['kernels_us']}]",
             flush=True,
         )
     return rows_out

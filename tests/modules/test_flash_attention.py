@@ -406,7 +406,7 @@ def test_specs_that_cannot_work_are_refused(specs, message):
 
 def test_forward_and_backward_are_tuned_apart():
     tuned = {}
-    tuner = Autotuner(timer="wall", max_candidates=1, budget_s=30, progress=False)
+    tuner = Autotuner(timer="wall", max_candidates=1, budget_s=600, progress=False)
 
     def note(name, **data):
         if name == "tuned":
@@ -426,7 +426,7 @@ def test_forward_and_backward_are_tuned_apart():
 
 def test_an_abstract_call_with_segments_and_masks_can_be_tuned():
     chain = ConfigSelectorChain(cache=ConfigCache())
-    tuner = Autotuner(timer="wall", max_candidates=1, budget_s=30, progress=False)
+    tuner = Autotuner(timer="wall", max_candidates=1, budget_s=600, progress=False)
     q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays())
     ids = jax.ShapeDtypeStruct((2, 24), jnp.int32)
     mask = jax.ShapeDtypeStruct((2, 1, 24, 24), jnp.bool_)

@@ -1,0 +1,1 @@
+"""Backends of grouped products: rows of each group are multiplied with weights of their own."""

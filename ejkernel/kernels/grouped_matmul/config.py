@@ -106,8 +106,8 @@ class MosaicConfig(_Tile):
       halves: Whether a last tile of which no more than half has rows, and which costs half as much, is done apart from
         its group's others: right after them (`near`), or after all other groups (`late`), which evens out the work of
         the SMs best, but reads the weights again. `no` reads the weights least often.
-      order: Which groups come first. `large first` gives SMs equal work; in the order given, groups that wait for memory
-        and groups that wait for products run side by side.
+      order: Which groups come first. `large first` gives SMs equal work; in the order given, groups that wait for
+        memory and groups that wait for products run side by side.
     """
 
     halves: Halves = "no"
@@ -125,7 +125,9 @@ def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[Mo
     few, many = rows <= 32 * groups, rows >= 512 * groups
     ways = [*(ways[::-1] if rows >= 1024 * groups else [ways[1], ways[0], ways[2]] if many else ways)]
     tiles = [MosaicConfig(split="columns", cluster=1, block_n=128)] if few else []
-    tiles += [dataclasses.replace(cfg, halves=halves, order=order) for halves, order in ways for cfg in _shapes(MosaicConfig)]
+    tiles += [
+        dataclasses.replace(cfg, halves=halves, order=order) for halves, order in ways for cfg in _shapes(MosaicConfig)
+    ]
     # Deep rings before large stores where a tile has few steps to hide its loads under.
     stores = (True, False) if k >= 4096 else (False, True)
     fits = [_deepest(cfg, out_bytes, whole) for whole in stores for cfg in tiles]

@@ -53,9 +53,7 @@ def covered(group_sizes: Array, rows: int, first_row: Array | None = None) -> Ar
     return (row >= first) & (row < first + jnp.asarray(group_sizes, jnp.int32).sum(dtype=jnp.int32))
 
 
-def with_existing(
-    forward: Callable[[Local], Array], local: Local, rows: int, existing_out: Array | None
-) -> Array:
+def with_existing(forward: Callable[[Local], Array], local: Local, rows: int, existing_out: Array | None) -> Array:
     """What `forward` gives for the groups, and `existing_out` (else zeros) in all other rows."""
     out = forward(local)
     if existing_out is None:

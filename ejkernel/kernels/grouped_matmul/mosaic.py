@@ -82,7 +82,13 @@ def forward(
         "ahead": plgpu.Barrier(),
     }
     body = functools.partial(
-        _kernel, cfg=cfg, tiling=tiling, rows=rows, transpose_rhs=transpose_rhs, blocks=blocks, interpret=bool(interpret)
+        _kernel,
+        cfg=cfg,
+        tiling=tiling,
+        rows=rows,
+        transpose_rhs=transpose_rhs,
+        blocks=blocks,
+        interpret=bool(interpret),
     )
     out = launch(
         body,
@@ -111,9 +117,7 @@ def store(
 
     What lies past the end of `out_ref` is left out, as are rows that are not in `keep`, a first row and an end.
     """
-    pieces = [
-        (r, c) for r in range(0, value.shape[0], WGMMA_ROWS) for c in range(0, value.shape[1], cfg.store_columns)
-    ]
+    pieces = [(r, c) for r in range(0, value.shape[0], WGMMA_ROWS) for c in range(0, value.shape[1], cfg.store_columns)]
     width = out_ref.shape[-1]
 
     def each(copy, in_flight):
@@ -307,7 +311,7 @@ def multiply(
     free: Any,
     prepare: Any = lambda s, slot: None,
 ) -> Array:
-    """Sums the products of `steps` steps from `step` on; a step's memory is given back when the next one's product runs."""
+    """Sums the products of `steps` steps from `step` on; a step's memory is given back while the next one's runs."""
 
     def body(acc):
         def product(s):
@@ -329,7 +333,7 @@ def multiply(
         plgpu.barrier_arrive(free.at[slot_of(step + steps - 1)])
         return value
 
-    return pl.run_scoped(body, plgpu.ACC((cfg.rows, cfg.columns), jnp.float32))
+    return pl.run_scoped(body, plgpu.ACC((cfg.rows, cfg.columns), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 # The first consumer is `cfg.lag` steps ahead from the start, and stays so: it computes while the others store.

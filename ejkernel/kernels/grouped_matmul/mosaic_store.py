@@ -93,10 +93,10 @@ def _tile_strides(ref: Any) -> tuple[int, int]:
 
 
 def copy_rows(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any, *, interpret: bool) -> None:
-    """Copies `tile` `[64, n]` of shared memory to `row` and `column` of `ref`, but only rows from `start` to `end` of `ref`.
+    """Copies `tile` `[64, n]` of shared memory to `row` and `column` of `ref`: only rows from `start` to `end` of it.
 
-    Nothing may be stored to `tile` that not all threads of the warpgroup have seen. Columns past the last of `ref`, which
-    come in whole memory tiles, are left out.
+    Nothing may be stored to `tile` that not all threads of the warpgroup have seen. Columns past the last of `ref`,
+    which come in whole memory tiles, are left out.
     """
     if interpret:
         _copy_one_by_one(tile, ref, row, column, start, end)
@@ -157,7 +157,6 @@ def copy_rows(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any, 
 
 def _copy_one_by_one(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any) -> None:
     """The same in JAX's interpreter; row by row, since other blocks may be storing the rows next to these."""
-
     across = 128 // jnp.dtype(ref.dtype).itemsize
 
     def one(i, _):

@@ -96,7 +96,7 @@ def forward(
     scalars = (jnp.where(tiles.live, tiles.group, -1), tiles.row // cfg.block_m, tiles.start, tiles.end)
     steps = pl.cdiv(k, cfg.block_k)
 
-    def weights(j, i, s, group, *_):
+    def weights(j, i, s, group, *_: Any):
         return (jnp.maximum(group[i], 0), j, s) if transpose_rhs else (jnp.maximum(group[i], 0), s, j)
 
     grid = pltpu.PrefetchScalarGridSpec(
@@ -104,7 +104,9 @@ def forward(
         grid=(pl.cdiv(n, cfg.block_n), tiles.row.shape[0], steps),
         in_specs=[
             pl.BlockSpec((cfg.block_m, cfg.block_k), lambda j, i, s, group, row, *_: (row[i], s)),
-            pl.BlockSpec((None, *((cfg.block_n, cfg.block_k) if transpose_rhs else (cfg.block_k, cfg.block_n))), weights),
+            pl.BlockSpec(
+                (None, *((cfg.block_n, cfg.block_k) if transpose_rhs else (cfg.block_k, cfg.block_n))), weights
+            ),
         ],
         out_specs=pl.BlockSpec((cfg.block_m, cfg.block_n), lambda j, i, s, group, row, *_: (row[i], j)),
         scratch_shapes=[pltpu.VMEM((cfg.block_m, cfg.block_n), jnp.float32)],
@@ -163,7 +165,9 @@ def _kept(value: Array, axis: int, begin: Any, first: Any, end: Any) -> Array:
     return jnp.where((place >= first) & (place < end), value, jnp.zeros_like(value))
 
 
-def _forward_kernel(group_ref, row_ref, start_ref, end_ref, lhs_ref, rhs_ref, out_ref, acc_ref, *, cfg, k, transpose_rhs):
+def _forward_kernel(
+    group_ref, row_ref, start_ref, end_ref, lhs_ref, rhs_ref, out_ref, acc_ref, *, cfg, k, transpose_rhs
+):
     entry, step = pl.program_id(1), pl.program_id(2)
     row = row_ref[entry] * cfg.block_m
 

@@ -60,7 +60,9 @@ def space(rows: int, groups: int, k: int, n: int, item_bytes: int = 2) -> list[T
     guess = TritonConfig(block_m=32 if few else 128, block_k=64 if few else 32, num_warps=4 if few else 8)
     others = [
         TritonConfig(block_m=m, block_n=columns, block_k=depth, num_warps=warps, num_stages=stages)
-        for m, columns, depth, warps, stages in itertools.product((32, 64, 128), (64, 128, 256), (32, 64), (4, 8), (3, 4))
+        for m, columns, depth, warps, stages in itertools.product(
+            (32, 64, 128), (64, 128, 256), (32, 64), (4, 8), (3, 4)
+        )
     ]
     return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(item_bytes) is None]
 

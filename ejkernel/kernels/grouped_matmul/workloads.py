@@ -37,9 +37,7 @@ WORKLOADS = {
 }
 
 
-def draw_group_sizes(
-    rows: int, groups: int, distribution: Distribution = "uneven", *, seed: int = 0
-) -> np.ndarray:
+def draw_group_sizes(rows: int, groups: int, distribution: Distribution = "uneven", *, seed: int = 0) -> np.ndarray:
     """Sizes that add up to `rows`, int32.
 
     `even`: as equal as can be. `uneven`: shares from a Dirichlet distribution with parameter 2. `one-hot`: all rows in

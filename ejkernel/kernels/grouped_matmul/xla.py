@@ -34,7 +34,9 @@ class XlaConfig:
     def unfit(self) -> str | None:
         """Says why this config cannot run, or `None` if it can."""
         if any(x < 1 or x & (x - 1) for x in (self.rows, self.least_rows)) or self.least_rows > self.rows:
-            return f"rows and least_rows must be powers of two, the second no larger, got {self.rows}, {self.least_rows}"
+            return (
+                f"rows and least_rows must be powers of two, the second no larger, got {self.rows}, {self.least_rows}"
+            )
         return None
 
     def pieces(self, rows: Any) -> list[int]:
@@ -115,12 +117,14 @@ def drhs(
         return total + lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision, wide)
 
     def whole(row, size, total):
-        return product(*(lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, dout)), total)
+        a, b = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, dout))
+        return product(a, b, total)
 
     def partial(row, size, inside, total):
         # Both: what is not of the group need not be finite.
         parts = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, dout))
-        return product(*(jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts), total)
+        a, b = (jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts)
+        return product(a, b, total)
 
     def group(g, out):
         total = _pieces(cfg, rows, starts[g], ends[g], whole, partial, jnp.zeros((k, n), wide))

@@ -96,7 +96,10 @@ def compiled_xla(pieces):
 
 
 @hypothesis.given(
-    st.lists(st.integers(0, 12), min_size=5, max_size=5), st.integers(0, 60), st.sampled_from([4, 16]), st.integers(0, 9)
+    st.lists(st.integers(0, 12), min_size=5, max_size=5),
+    st.integers(0, 60),
+    st.sampled_from([4, 16]),
+    st.integers(0, 9),
 )
 @hypothesis.settings(max_examples=40)
 def test_xla_is_right_for_any_sizes(sizes, first, pieces, seed):
