@@ -64,6 +64,7 @@ _HOMES = {
     "ops.utils.tagged": ("ConfigEncodeError",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = ["EjkernelError", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
@@ -73,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted(__all__)

@@ -73,6 +73,12 @@ def test_no_error_of_pythons_is_raised_for_users():
     assert not {path: names for path, names in wrong.items() if names}
 
 
+def test_a_star_import_brings_every_error():
+    scope = {}
+    exec("from ejkernel.errors import *", scope)
+    assert set(scope) - {"__builtins__"} == {"EjkernelError", *errors._HOME_OF}
+
+
 def test_importing_errors_imports_nothing_else():
     code = "import sys, ejkernel.errors; print([m for m in sys.modules if m.startswith(('jax', 'ejkernel.'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -271,6 +271,7 @@ class Executor:
     def _abstract_invocation(
         self, kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs, cfg: Any
     ) -> Invocation[Any, Any]:
+        _check_kernel(kernel)
         arrays, statics = arguments.split((args, kwargs))
         found: list[Invocation[Any, Any]] = []
 
@@ -284,8 +285,7 @@ class Executor:
     # --- Programs ---
 
     def _program(self, kernel: Kernel[Any, Any], cfg: Any, batches: tuple[Batch, ...] = ()) -> Program:
-        if not isinstance(kernel, Kernel):
-            raise KernelDefinitionError(f"Executor: expected a Kernel instance, got {kernel!r}.")
+        _check_kernel(kernel)
         table = self._table(kernel)
         key = (batches, identity(cfg))
         program = table.get(key)
@@ -394,6 +394,12 @@ def _differentiated_batches(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs
     if not (_compat.differentiates_batch(arrays) and runs_as_operation(kernel)):
         return ()
     return tuple(Batch(axis, tuple(dims)) for axis, dims in _compat.visible_batches(arrays)[0])
+
+
+def _check_kernel(kernel: Any) -> None:
+    if not isinstance(kernel, Kernel):
+        way = f" Write {kernel.__name__}()." if isinstance(kernel, type) and issubclass(kernel, Kernel) else ""
+        raise KernelDefinitionError(f"Executor: expected a Kernel instance, got {kernel!r}.{way}")
 
 
 def _holder(kernel: Kernel[Any, Any]) -> Callable[[], Any]:

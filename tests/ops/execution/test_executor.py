@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ejkernel.ops import Executor, Kernel, find_labels_in_lowered
+from ejkernel.ops.core.kernel import KernelDefinitionError
 from ejkernel.ops.utils.arguments import StaticArgumentError
 from tests.support import Plain, Scale, new_executor
 
@@ -382,3 +383,9 @@ def test_program_has_the_kernels_name():
     executor = new_executor()
     text = jax.jit(lambda x: executor(Plain("my kernel"), x, x)).lower(X).as_text()
     assert "@my_kernel" in text
+
+
+@pytest.mark.parametrize("ask", ["explain", "choose_config", "compile", "__call__"])
+def test_a_class_in_place_of_a_kernel_is_told_apart(ask):
+    with pytest.raises(KernelDefinitionError, match=r"expected a Kernel instance, got .*Plain.*Write Plain\(\)"):
+        getattr(new_executor(), ask)(Plain, 1.0, 2.0)
