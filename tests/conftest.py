@@ -1,12 +1,27 @@
 """Shared set-up: four host devices, and no trace of one test in the next."""
 
+import gc
 import os
 import signal
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+# All of this before JAX is imported.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+# Most of the suite's time is XLA compiling small programs, three of four not for the first time. On a CPU, what is
+# compiled is kept for the run: for later tests, and for the programs that tests start.
+_compiled = tempfile.TemporaryDirectory(prefix="ejkernel-tests-", ignore_cleanup_errors=True)
+_KEEP_COMPILED = {
+    "JAX_COMPILATION_CACHE_DIR": _compiled.name,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+if not [*Path("/dev").glob("nvidia*"), *Path("/dev").glob("accel*")]:
+    os.environ.update({name: os.environ.get(name, value) for name, value in _KEEP_COMPILED.items()})
 
 # A busy machine makes no property false, and neither does the first example that compiles something.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -27,6 +42,12 @@ def pytest_collection_modifyitems(items):
         for name, present in (("gpu", backend in ("gpu", "cuda")), ("tpu", backend == "tpu")):
             if item.get_closest_marker(name) and not present:
                 item.add_marker(pytest.mark.skip(reason=f"needs a {name.upper()}, this machine has {backend}"))
+
+
+def pytest_collection_finish():
+    """Tests that collect garbage need not walk through JAX each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

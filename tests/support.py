@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from ejkernel import _compat
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
@@ -108,3 +109,18 @@ def reference_of(style):
 
 def new_executor(**kwargs):
     return Executor(ConfigSelectorChain(cache=ConfigCache(), **kwargs))
+
+
+def table(ways, styles, whole=()):
+    """Parameters for `(way, style)`: all styles for the ways in `whole`, one in turn for the others.
+
+    The rest of the product is in `make test-full`.
+    """
+    name = lambda x: x if isinstance(x, str) else x.__name__
+    rows = []
+    for place, way in enumerate(ways):
+        for number, style in enumerate(styles):
+            short = way in whole or number == place % len(styles)
+            marks = () if short else pytest.mark.full
+            rows.append(pytest.param(way, style, id=f"{name(way)}-{name(style)}", marks=marks))
+    return rows

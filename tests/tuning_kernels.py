@@ -14,7 +14,7 @@ import numpy as np
 
 from ejkernel.ops import Invocation, Kernel
 
-FAST, MIDDLE, SLOW = 1, 3000, 30000
+FAST, MIDDLE, SLOW = 1, 1000, 10000
 
 
 @dataclass(frozen=True)

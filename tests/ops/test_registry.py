@@ -171,15 +171,15 @@ class HoldsData(Holds):
 
 def test_kernel_of_plain_data_is_kept_so_that_its_call_can_be_tuned_later():
     data = ((1, 2), {"a": 3.0}, [None, "x", jnp.float32], frozenset({1}), Scale(2), lambda x, n=3: x * n)
-    executor = new_executor()
-    for held in data:
-        kernels = [HoldsData(held)]
-        key = executor.explain(kernels[0], X, X).key
-        jax.jit(lambda x: executor(kernels[0], x, x)).lower(X)  # noqa: B023
-        kept = weakref.ref(kernels.pop())
-        gc.collect()
-        assert registry.traced(*key[1:]).kernel is kept() is not None
-        registry.clear()
+    executor, kept = new_executor(), {}
+    for place, held in enumerate(data):
+        kernels, x = [HoldsData(held)], jnp.ones((3 + place, 2))
+        key = executor.explain(kernels[0], x, x).key
+        jax.jit(lambda x: executor(kernels[0], x, x)).lower(x)  # noqa: B023
+        kept[key] = weakref.ref(kernels.pop())
+    gc.collect()
+    assert len(kept) == len(data)
+    assert all(registry.traced(*key[1:]).kernel is kernel() is not None for key, kernel in kept.items())
 
 
 def test_call_whose_kernel_is_gone_is_told_apart_from_one_that_was_never_made():

@@ -29,7 +29,18 @@ from ejkernel.ops import (
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.execution.batch import BatchArgumentError
 from ejkernel.ops.offline import specs
-from tests.support import STYLES, CustomVjp, OwnBackward, Plain, Residuals, Scale, new_executor, reference_of, true
+from tests.support import (
+    STYLES,
+    CustomVjp,
+    OwnBackward,
+    Plain,
+    Residuals,
+    Scale,
+    new_executor,
+    reference_of,
+    table,
+    true,
+)
 
 
 class Recorder:
@@ -76,8 +87,7 @@ def weighted(f):
     return lambda x, y: (f(x, y) ** 2).sum()
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("form", IN_AXES)
+@pytest.mark.parametrize(("form", "style"), table(IN_AXES, STYLES, [next(iter(IN_AXES))]))
 def test_vmap_with_config_equals_vmap(form, style):
     in_axes, a, b = IN_AXES[form]
     x, y = normal(*a), normal(*b)
@@ -296,8 +306,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "style"), table(PLACES, STYLES, [next(iter(PLACES))]))
 def test_config_is_chosen_for_the_batch(place, style):
     executor, kernel, x = Executor(ByBatch()), style(), normal(3, 4)
     same(PLACES[place](lambda x, y: executor(kernel, x, y))(x, x), 5 * true(x, x))
@@ -313,8 +322,9 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("style", [Plain, CustomVjp, Residuals, OwnBackward], ids=lambda s: s.__name__)
-@pytest.mark.parametrize("place", DERIVATIVES)
+@pytest.mark.parametrize(
+    ("place", "style"), table(DERIVATIVES, [Plain, CustomVjp, Residuals, OwnBackward], ["vmap of jit of grad"])
+)
 def test_config_of_a_gradient_is_chosen_for_the_batch(place, style):
     # What JAX has differentiated inside of jit cannot be chosen anew, nor can residuals.
     factor = 1 if place == "vmap of jit of grad" and style in (Plain, Residuals) else 5

@@ -11,7 +11,7 @@ from jax.experimental.jet import jet
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.support import STYLES, Plain, Residuals, new_executor, reference_of, true
+from tests.support import STYLES, Plain, Residuals, new_executor, reference_of, table, true
 
 SHAPE = (4, 8)
 
@@ -260,17 +260,16 @@ def expected(transform, reference):
     return jax.tree.map(np.asarray, transform(reference)(*inputs()))
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("transform", TRANSFORMATIONS, ids=lambda t: t.__name__)
+@pytest.mark.parametrize(("transform", "style"), table(TRANSFORMATIONS, STYLES, [eager, grad, vmap, shard_map]))
 def test_call_equals_plain_jax(transform, style):
     executor, kernel = new_executor(), style()
     x, y = inputs()
     same(transform(lambda x, y: executor(kernel, x, y))(x, y), expected(transform, reference_of(style)))
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 @pytest.mark.parametrize(
-    "transform", [eager, jit, grad, vmap_of_grad, grad_inside_shard_map, pmap_of_grad], ids=lambda t: t.__name__
+    ("transform", "style"),
+    table([jit, grad, vmap_of_grad, grad_inside_shard_map, pmap_of_grad, eager], STYLES, [grad]),
 )
 def test_compiled_call_equals_plain_jax(transform, style):
     executor, kernel = new_executor(), style()
@@ -279,8 +278,7 @@ def test_compiled_call_equals_plain_jax(transform, style):
     same(transform(compiled)(x, y), expected(transform, reference_of(style)))
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("transform", [eager, grad, vmap_of_grad, scan], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(("transform", "style"), table([eager, grad, vmap_of_grad, scan], STYLES, [grad]))
 def test_explicit_config_equals_plain_jax(transform, style):
     from tests.support import Scale
 
@@ -289,8 +287,7 @@ def test_explicit_config_equals_plain_jax(transform, style):
     same(transform(lambda x, y: executor(kernel, x, y, cfg=Scale(1)))(x, y), expected(transform, reference_of(style)))
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("transform", [eager, grad, vmap, scan], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(("transform", "style"), table([eager, grad, vmap, scan], STYLES, [grad]))
 def test_x64(transform, style):
     with jax.enable_x64(True):
         executor, kernel = new_executor(), style()

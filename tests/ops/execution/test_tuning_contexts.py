@@ -14,6 +14,7 @@ from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overl
 from ejkernel.ops.config.selection import ConfigNotFoundError, SymbolicCallWarning
 from ejkernel.ops.execution.tuning import TuningError
 from ejkernel.ops.tuning.problem import TuningInputsError
+from tests.support import table
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
@@ -28,7 +29,7 @@ from tests.tuning_kernels import (
     call,
 )
 
-X = jnp.linspace(0.1, 1, 8 * 512).reshape(8, 512)  # Large enough for the guess to be slow for sure.
+X = jnp.linspace(0.1, 1, 8 * 64).reshape(8, 64)  # Large enough for the guess to be slow for sure.
 QUIET = Autotuner(progress=False, max_candidates=2)
 
 
@@ -80,8 +81,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("kernel", [Doubling, WithCustomVjp, WithResiduals, OwnBackward], ids=lambda k: k.__name__)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "kernel"),
+    table(PLACES, [Doubling, WithCustomVjp, WithResiduals, OwnBackward], ["eager", "grad", "vmap", "shard_map auto"]),
+)
 def test_first_call_tunes_and_answers_like_an_eager_one(place, kernel):
     tuned, plain = tuning_executor(), Executor(ConfigSelectorChain())
     run = PLACES[place]

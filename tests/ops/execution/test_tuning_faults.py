@@ -67,9 +67,9 @@ def test_every_fault_at_once_leaves_the_right_winner_and_the_others_times(tmp_pa
 
 def test_candidate_that_allocates_without_end_is_killed_at_the_memory_limit():
     kernel = kernel_with(Work(MIDDLE), Work(FAST, "allocate in run"), Work(FAST))
-    tuning = isolated(run_s=100).tune(call(kernel, X), kernel)
+    tuning = isolated(run_s=100, memory_bytes=1 << 30).tune(call(kernel, X), kernel)
     assert tuning.cfg == Work(FAST)
-    assert re.match(r"JobOutOfMemory: killed at \d+ MiB, the limit is 1536 MiB", ends(tuning)["allocate in run"][1])
+    assert re.match(r"JobOutOfMemory: killed at \d+ MiB, the limit is 1024 MiB", ends(tuning)["allocate in run"][1])
 
 
 def test_compiler_that_hangs_costs_its_limit_and_the_others_are_kept(monkeypatch):

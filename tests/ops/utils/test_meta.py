@@ -27,6 +27,16 @@ X = jnp.ones((4,))
 NAMES = ["simple", "with space", "a/b", "k@v1", "k#2", "k:3", "ядро", "核", 'quo"te', "a~b", "jit(f)", "x\\y", "a\nb"]
 
 
+@pytest.fixture(autouse=True)
+def labels_tell_programs_apart():
+    """JAX keeps compiled programs by what they compute: one with another label would come back."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
 def lowered_forms(f, *args):
     lowered = jax.jit(f).lower(*args)
     return lowered, lowered.compile()
