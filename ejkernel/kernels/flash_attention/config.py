@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
-SMEM_LIMIT_BYTES = 232_448  # What one block may ask for on sm90.
-REGISTER_FILE = 65_536  # 32-bit registers of one SM; a launch splits them among its threads.
+from ejkernel.ops.utils.devices import HOPPER
+
 WARPGROUP = 128
 WGMMA_ROWS = 64
 _BARRIER_BYTES = 1_024  # All mbarriers of a block, with the alignment padding around them.
@@ -78,8 +78,8 @@ class MosaicFwdConfig:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
-        if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
+        if (smem := self.smem_bytes(head_dim)) > HOPPER.block_bytes:
+            return f"needs {smem} bytes of shared memory, the chip has {HOPPER.block_bytes}"
         if (live := self.live_registers(head_dim)) > self.consumer_registers:
             return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
         return None
@@ -208,8 +208,8 @@ class MosaicBwdConfig:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
-        if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
+        if (smem := self.smem_bytes(head_dim)) > HOPPER.block_bytes:
+            return f"needs {smem} bytes of shared memory, the chip has {HOPPER.block_bytes}"
         if (live := self.live_registers(head_dim)) > self.consumer_registers:
             return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
         if self.dq == "kernel":
@@ -219,8 +219,8 @@ class MosaicBwdConfig:
     def _dq_unfit(self, head_dim: int) -> str | None:
         if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64 or self.dq_cluster not in (1, 2):
             return "the kernel for dQ wants two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
-        if (smem := self.dq_smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory for dQ, the chip has {SMEM_LIMIT_BYTES}"
+        if (smem := self.dq_smem_bytes(head_dim)) > HOPPER.block_bytes:
+            return f"needs {smem} bytes of shared memory for dQ, the chip has {HOPPER.block_bytes}"
         if (live := self.dq_live_registers(head_dim)) > self.consumer_registers:
             return f"needs about {live} registers a thread for dQ, a consumer has {self.consumer_registers}"
         return None

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, TypeVar
 
-SMEM_LIMIT_BYTES = 232_448  # What one block may ask for on sm90.
+from ejkernel.ops.utils.devices import HOPPER
+
 WGMMA_ROWS = 64
 STEP = 64  # Elements of the contraction in one step: one swizzle of 16-bit elements.
 ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
@@ -91,8 +92,8 @@ class _Tile:
             return f"band and store_slots must be at least 1, got {self.band} and {self.store_slots}"
         if self.store_columns % piece or self.columns % self.store_columns:
             return f"store_columns must be a multiple of {piece} that divides {self.columns}, got {self.store_columns}"
-        if (smem := self.smem_bytes(out_bytes)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
+        if (smem := self.smem_bytes(out_bytes)) > HOPPER.block_bytes:
+            return f"needs {smem} bytes of shared memory, the chip has {HOPPER.block_bytes}"
         if (live := self.live_registers()) > self.consumer_registers:
             return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
         return None

@@ -14,7 +14,6 @@ from ejkernel.ops.store.places import Place
 from ejkernel.ops.utils.fingerprint import stable_json
 
 Keep = Literal["better", "mine", "theirs"]
-KEEP: tuple[Keep, ...] = ("better", "mine", "theirs")
 
 
 def better(a: StoredEntry, b: StoredEntry) -> StoredEntry:
