@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core import context, dispatch
+from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.canonical import same_cfg
 from ejkernel.ops.utils.fingerprint import get_device_platform
 
 
@@ -73,7 +74,7 @@ def refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> st
 
 def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
     """Whether tuning `inv` could choose `cfg`: the guess takes part whether or not it is listed."""
-    return accepts(inv, kernel, cfg) or context.same_cfg(cfg, heuristic(inv, kernel))
+    return accepts(inv, kernel, cfg) or same_cfg(cfg, heuristic(inv, kernel))
 
 
 def leaves_no_choice(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
@@ -89,7 +90,7 @@ def leaves_no_choice(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> boo
     space, guess = candidates(inv, kernel), heuristic(inv, kernel)
     if isinstance(space, Mapping):
         return _in_space(space, guess) and all(callable(values) or len(list(values)) == 1 for values in space.values())
-    return all(context.same_cfg(cfg, guess) for cfg in space)
+    return all(same_cfg(cfg, guess) for cfg in space)
 
 
 def _has_unknown_integers(x: Any) -> bool:
@@ -98,13 +99,13 @@ def _has_unknown_integers(x: Any) -> bool:
 
 def _in_space(space: Any, cfg: Any) -> bool:
     if not isinstance(space, Mapping):
-        return any(context.same_cfg(cfg, candidate) for candidate in space)
+        return any(same_cfg(cfg, candidate) for candidate in space)
     from ejkernel.ops.utils.records import get
 
     conditions = [value for value in space.values() if callable(value)]
     axes = {name: values for name, values in space.items() if not callable(values)}
     try:
-        on_axes = all(get(cfg, name) in values for name, values in axes.items())
+        on_axes = all(any(same_cfg(get(cfg, name), value) for value in values) for name, values in axes.items())
     except (AttributeError, LookupError, TypeError):  # A config of another making: it lacks a field.
         return False
     return on_axes and all(condition(cfg) for condition in conditions)

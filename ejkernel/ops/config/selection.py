@@ -21,6 +21,7 @@ from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.canonical import same_cfg
 from ejkernel.ops.utils.fingerprint import current_device, qualified_name
 from ejkernel.ops.utils.services import services
 
@@ -453,7 +454,7 @@ class ConfigSelectorChain:
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
             stays = None if tuning.complete else self._finished(inv, kernel)
-            if stays is not None and context.same_cfg(stays, tuning.cfg):
+            if stays is not None and same_cfg(stays, tuning.cfg):
                 return tuning
             if stays is not None and not tuning.has_beaten(stays):
                 logger.info("%s: stopped early; what a finished tuning has stored stays: %r", inv.op_id, stays)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
-from ejkernel.errors import EjkernelError
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.store.provenance import collect
 from ejkernel.ops.tuning.bench import Outcome, Rejected
@@ -15,20 +14,12 @@ from ejkernel.ops.tuning.outcome import Measurement
 from ejkernel.ops.tuning.standings import Ratio
 from ejkernel.ops.utils import classes
 from ejkernel.ops.utils.fingerprint import short_hash
-from ejkernel.ops.utils.serialize import encode_cfg
+from ejkernel.ops.utils.serialize import cfg_id
 from ejkernel.ops.utils.source import source_hash
 
 _COMPARABLE = ("jax", "jaxlib", "driver")
 _SPACE = ("config_space", "candidate_cfgs", "heuristic_cfg")
 """Methods that say what to try, and change nothing about what was tried."""
-
-
-def cfg_id(cfg: Any) -> str:
-    """A config's name among the trials of a call; by its text where it is more than data."""
-    try:
-        return short_hash(encode_cfg(cfg))
-    except EjkernelError:
-        return short_hash(repr(cfg))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ejkernel.ops.core.context import same_cfg
 from ejkernel.ops.tuning.cost import Cost
 from ejkernel.ops.tuning.shortfall import grouped, shortfall
 from ejkernel.ops.tuning.standings import Estimate, Ratio
+from ejkernel.ops.utils.canonical import same_cfg
 
 Status = Literal["winner", "finalist", "unfinished", "raced out", "screened", "duplicate", "wrong", "failed"]
 

@@ -6,9 +6,9 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ejkernel.ops.tuning.history import cfg_id
 from ejkernel.ops.tuning.outcome import Candidate, Measurement, Status
 from ejkernel.ops.tuning.standings import RaceResult
+from ejkernel.ops.utils.serialize import cfg_id
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.tuning import racing, search
 from ejkernel.ops.tuning.bench import Built, Rejected
 from ejkernel.ops.tuning.cost import Cost, larger
-from ejkernel.ops.tuning.history import Decided, History, cfg_id
+from ejkernel.ops.tuning.history import Decided, History
 from ejkernel.ops.tuning.outcome import Measurement, Tuning
 from ejkernel.ops.tuning.problem import Outline
 from ejkernel.ops.tuning.progress import Progress
@@ -26,6 +26,7 @@ from ejkernel.ops.tuning.shortfall import grouped
 from ejkernel.ops.tuning.standings import RaceResult, Ratio
 from ejkernel.ops.tuning.timers import TimerError
 from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.ops.utils.serialize import cfg_id
 
 logger = logging.getLogger("ejkernel.tuning")
 

@@ -7,7 +7,8 @@ import pytest
 
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.tuning.bench import Rejected
-from ejkernel.ops.tuning.history import Decided, History, cfg_id
+from ejkernel.ops.tuning.history import Decided, History
+from ejkernel.ops.utils.serialize import cfg_id
 from tests.tuning_kernels import Doubling, Referenced, Work
 
 KEY = ("device", "op", "0" * 16)

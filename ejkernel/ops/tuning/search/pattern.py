@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ejkernel.ops.tuning.search.base import Trial
-from ejkernel.ops.tuning.search.space import Space, identity
+from ejkernel.ops.tuning.search.space import Space
+from ejkernel.ops.utils.canonical import token
 
 Cfg = TypeVar("Cfg")
 
@@ -46,7 +47,7 @@ class Pattern(Generic[Cfg]):
         self.max_trials = max_trials
 
     def propose(self, trials: Sequence[Trial[Cfg]]) -> list[Cfg]:
-        tried = {identity(trial.cfg) for trial in trials}
+        tried = {token(trial.cfg) for trial in trials}
         room = min(self.batch, self.max_trials - len(tried))
         return self._untried(self._start() if not trials else self._downhill(trials, tried), tried, room)
 
@@ -65,7 +66,7 @@ class Pattern(Generic[Cfg]):
             return
         beside = list(_in_turn([self.space.around(cfg) for cfg in best]))
         yield from beside
-        if all(identity(cfg) in tried for cfg in beside):
+        if all(token(cfg) in tried for cfg in beside):
             yield from self.space.around(best[0], steps=2)
 
     def _untried(self, configs: Iterable[Cfg], tried: set[object], room: int) -> list[Cfg]:
@@ -73,8 +74,8 @@ class Pattern(Generic[Cfg]):
         for cfg in configs:
             if len(fresh) >= room:
                 break
-            if identity(cfg) not in tried:
-                fresh.setdefault(identity(cfg), cfg)
+            if token(cfg) not in tried:
+                fresh.setdefault(token(cfg), cfg)
         return list(fresh.values())
 
 
