@@ -29,7 +29,7 @@ from ejkernel.ops.tuning.problem import Problem
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import short_hash
 
-Outcome = Literal["failed", "wrong"]
+Fault = Literal["failed", "wrong"]
 
 _CALLBACK = re.compile(r"custom_call @\w*callback")
 
@@ -50,7 +50,7 @@ class Built:
 class Rejected:
     """A candidate that may not race, and why."""
 
-    outcome: Outcome
+    outcome: Fault
     reason: str
     limit: tuple[str, float] | None = None
     """The limit that it broke, by name: a wider one gives it another chance."""

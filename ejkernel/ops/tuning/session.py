@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ejkernel.errors import EjkernelError
@@ -23,7 +23,7 @@ from ejkernel.ops.tuning.problem import Outline
 from ejkernel.ops.tuning.progress import Progress
 from ejkernel.ops.tuning.roster import Roster
 from ejkernel.ops.tuning.shortfall import grouped
-from ejkernel.ops.tuning.standings import RaceResult, Ratio
+from ejkernel.ops.tuning.standings import RaceResult
 from ejkernel.ops.tuning.timers import TimerError
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.serialize import cfg_id
@@ -335,13 +335,12 @@ class Session:
         self._results.append(result)
         self._roster.adopt(result)
         if result.complete:
-            measurement = Measurement.of(result.estimate, self._bench.timer.name)
             self.history.decide(
                 Decided(
                     winner=self._roster.name(result.winner),
                     seconds=self._roster.times_of(s.key for s in result.standings),
-                    measurement=None if measurement is None else asdict(measurement),
-                    speedup=None if result.speedup is None else asdict(result.speedup),
+                    measurement=Measurement.of(result.estimate, self._bench.timer.name),
+                    speedup=result.speedup,
                 )
             )
         for standing in result.standings:
@@ -396,12 +395,11 @@ class Session:
     def _told(self, known: Decided, **facts: Any) -> Tuning:
         """The outcome as the history has it."""
         assert self._roster.best is not None
-        measurement = None if known.measurement is None else Measurement(**known.measurement)
         return Tuning(
             cfg=self._cfg(self._roster.best),
-            measurement=measurement,
-            speedup=None if known.speedup is None else Ratio(**known.speedup),
-            timer="" if measurement is None else measurement.timer,
+            measurement=known.measurement,
+            speedup=known.speedup,
+            timer="" if known.measurement is None else known.measurement.timer,
             **facts,
         )
 
