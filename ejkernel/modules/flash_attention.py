@@ -298,12 +298,7 @@ def flash_attention(
     if in_specs is not None or out_specs is not None:
         raise AttentionArgumentError("in_specs and out_specs need mesh.")
     if (spec := _explicit_spec(args)) is not None:
-        arrays, statics = arguments.split((args, kwargs))
-
-        def call(*arrays: Any) -> Array:
-            args, kwargs = arguments.merge(arrays, statics)
-            return _call(args, kwargs, cfg)
-
+        call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
         automatic: Any = jax.sharding.auto_axes(call, out_sharding=spec)
         return automatic(*arrays)
     return _call(args, kwargs, cfg)

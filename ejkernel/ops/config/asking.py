@@ -16,12 +16,11 @@ from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.canonical import same_cfg
-from ejkernel.ops.utils.fingerprint import get_device_platform
 
 
 def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
     """The kernel's own guess for a call, by the variant for its platform and context."""
-    return _method(inv, kernel, "heuristic_cfg")(inv)
+    return dispatch.guess(kernel, inv)
 
 
 def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
@@ -31,8 +30,7 @@ def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
     """
     if isinstance(kernel, BatchedKernel):
         return candidates(kernel.asked(inv), kernel.inner)
-    platform = inv.platform or get_device_platform()
-    methods = [dispatch.find(kernel, name, inv.context, platform) for name in ("config_space", "candidate_cfgs")]
+    methods = [dispatch.method_of(kernel, name, inv) for name in ("config_space", "candidate_cfgs")]
     bases = (Kernel.config_space, Kernel.candidate_cfgs)
     own = [method for method in methods if method is not None and getattr(method, "__func__", method) not in bases]
     if not own:
@@ -146,12 +144,6 @@ def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invo
             return here
         reasons[platform] = reason
     raise dispatch.UnsupportedCallError(inv, reasons)
-
-
-def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], name: str) -> Callable[..., Any]:
-    found = dispatch.find(kernel, name, inv.context, inv.platform or get_device_platform())
-    assert found is not None, "the base class has one"
-    return found
 
 
 def run_with(

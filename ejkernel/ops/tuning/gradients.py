@@ -162,8 +162,8 @@ def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn(args, kwargs)` compiled as one program, static leaves as they are."""
 
     def call(*tree: Any) -> Any:
-        arrays, statics = arguments.split(tree)
-        return jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics)))(arrays)
+        run, arrays = arguments.on_arrays(fn, tree)
+        return jax.jit(run)(*arrays)
 
     return call
 

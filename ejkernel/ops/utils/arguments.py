@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -57,6 +57,12 @@ def merge(arrays: Iterable[Any], statics: Statics) -> Any:
     """Inverse of `split`."""
     rest, values = iter(arrays), iter(statics.values)
     return statics.treedef.unflatten([next(rest) if array else next(values) for array in statics.is_array])
+
+
+def on_arrays(fn: Callable[..., Any], tree: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
+    """`fn(*tree)` as a function of the arrays of `tree` alone, which JAX can transform, and these arrays."""
+    arrays, statics = split(tree)
+    return (lambda *arrays: fn(*merge(arrays, statics))), arrays
 
 
 def is_data(x: Any, depth: int = 4) -> bool:
