@@ -18,13 +18,13 @@ from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.offline import fleet, programs, specs
+from ejkernel.ops.offline import fleet, lowered, specs
 from ejkernel.ops.offline.result import TunedCall
 from ejkernel.ops.store import packs
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.store.persistent import PersistentCache
+from ejkernel.ops.tuning.autotuner import Autotuner
 from ejkernel.ops.tuning.outcome import time_text
-from ejkernel.ops.tuning.tuner import Autotuner
 from ejkernel.ops.utils import meta
 
 Row = dict[str, Any]
@@ -108,7 +108,7 @@ def labels(
     as_json: AsJson = False,
 ) -> None:
     """List the ejkernel calls in a program; exit code 1 if there are none."""
-    found = [meta.parse_label(text) for text in programs.labels_of(program)]
+    found = [meta.parse_label(text) for text in lowered.labels_of(program)]
     known = {(s["op_id"], s["call_key"]): s["signature"] for s in (specs.read(specs_file) if specs_file else [])}
     if as_json:
         print_json([{"op_id": p.op_id, "call_key": p.call_key, "prefix": p.prefix} for p in found])
@@ -165,7 +165,7 @@ def _tune_here(
     cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any]
 ) -> Generator[Row, None, None]:
     selector, tuner = ConfigSelectorChain(persistent=cache), Autotuner(**settings)
-    yield from map(_row, programs.tune_each(selector, found, tuner))
+    yield from map(_row, lowered.tune_each(selector, found, tuner))
 
 
 def _tune_there(

@@ -155,9 +155,9 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         large numbers, one of them from the rounded output: all implementations err there, by a tenth of a typical
         element.
         """
-        from ejkernel.ops.tuning import proving
+        from ejkernel.ops.tuning import comparison
 
-        return proving.mismatch(got, want, {"bfloat16": 0.5, "float16": 0.1}) or proving.norm_mismatch(
+        return comparison.mismatch(got, want, {"bfloat16": 0.5, "float16": 0.1}) or comparison.norm_mismatch(
             got, want, {"bfloat16": 1e-2, "float16": 2e-3}
         )
 

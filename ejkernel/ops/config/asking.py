@@ -122,7 +122,7 @@ def source_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:
     return kernel
 
 
-def place_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
+def source_line(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
     """Where the code of a kernel that runs a call is written: `file:line`."""
     _, run = next(dispatch.implementations(source_of(kernel), inv.context))
     code = getattr(inspect.unwrap(run), "__code__", None)

@@ -32,7 +32,7 @@ class FleetError(EjkernelError, ValueError):
 
 def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Tunes one call on this worker's device and returns its entry as data; runs on the worker."""
-    from ejkernel.ops.tuning.tuner import Autotuner
+    from ejkernel.ops.tuning.autotuner import Autotuner
 
     inv = specs.from_spec(spec)
     kernel = inv.kernel
@@ -96,7 +96,7 @@ def keep(cache: PersistentCache, entry: StoredEntry) -> StoredEntry:
 
 
 def _settings(tuner: Any) -> dict[str, Any]:
-    from ejkernel.ops.tuning.tuner import Autotuner
+    from ejkernel.ops.tuning.autotuner import Autotuner
 
     if tuner is None:
         return {}

@@ -47,7 +47,7 @@ class Proof(NamedTuple):
 _proofs: weakref.WeakKeyDictionary[type, dict[Any, Proof]] = weakref.WeakKeyDictionary()
 
 
-def proof(
+def prove(
     inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, store: PersistentCache | None, *, now: bool = True
 ) -> Proof | None:
     """Whether a config that was tuned for another call may serve `inv`; safe while the caller is tracing.

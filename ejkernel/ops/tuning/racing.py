@@ -30,7 +30,7 @@ class RaceError(EjkernelError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class RaceRules:
     """The constants of a race; `benchmarks/racing.py` shows what they cost and what they buy."""
 
     # (after this round, drop what was this many times slower than the best in every round so far): one 100x candidate
@@ -50,9 +50,9 @@ class Rules:
     tie: float = 0.0025  # Closer than this to the fastest, the preferred one wins.
 
 
-DEVICE_TIME = Rules()
+DEVICE_TIME = RaceRules()
 # Wall-clock samples on a busy machine scatter by 8 % where device timers scatter by 0.5 to 2 %.
-WALL_CLOCK = Rules(heat_rounds=256, final_rounds=(16, 256))
+WALL_CLOCK = RaceRules(heat_rounds=256, final_rounds=(16, 256))
 
 
 class Race(Generic[Key]):
@@ -76,7 +76,7 @@ class Race(Generic[Key]):
         heuristic: Key | None = None,
         seed: int = 0,
         min_rounds: int = 1,
-        rules: Rules = DEVICE_TIME,
+        rules: RaceRules = DEVICE_TIME,
     ) -> None:
         self.rules = rules
         self._keys = list(candidates)

@@ -58,7 +58,7 @@ class Session:
     Attributes:
       effort: How much to try.
       outline: What to try.
-      open_bench: Makes the `Bench` or `RemoteBench`; not called if everything is known already.
+      open_bench: Makes the `Bench` or `IsolatedBench`; not called if everything is known already.
       history: What earlier tunings found out.
       stop: Set to end the tuning with the best so far.
       seeds: Configs to start a large search from.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.racing import NOISES, RULES, Machine, Noise, race, score
-from ejkernel.ops.tuning.racing import WALL_CLOCK, Race, RaceError, Rules, drive
+from ejkernel.ops.tuning.racing import WALL_CLOCK, Race, RaceError, RaceRules, drive
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,7 +64,7 @@ def test_the_heuristic_keeps_ties():
 
 def test_a_doubtful_gain_does_not_unseat_the_heuristic():
     rng = np.random.default_rng(0)
-    rules = Rules(final_rounds=(16, 16))
+    rules = RaceRules(final_rounds=(16, 16))
     wins = 0
     for seed in range(40):
         result = drive(Race([0, 1], heuristic=0, seed=seed, rules=rules), lambda key: np.exp(rng.normal(0, 0.2)))

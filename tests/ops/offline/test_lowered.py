@@ -23,7 +23,7 @@ from ejkernel.ops import (
     specs_of,
 )
 from ejkernel.ops.offline import specs
-from ejkernel.ops.offline.programs import ProgramError, UnmatchedCallWarning
+from ejkernel.ops.offline.lowered import ProgramError, UnmatchedCallWarning
 from tests import offline_program, recorded_kernels, recorded_types
 from tests.support import OwnBackward, Plain, Scale
 

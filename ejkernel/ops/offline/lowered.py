@@ -13,7 +13,7 @@ from typing import Any
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
-from ejkernel.ops.config.asking import on_its_platform, place_of
+from ejkernel.ops.config.asking import on_its_platform, source_line
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
@@ -26,7 +26,7 @@ from ejkernel.ops.utils.services import services
 
 logger = logging.getLogger("ejkernel.tuning")
 
-Program = Any
+ProgramLike = Any
 """`jax.stages.Lowered` or `Compiled`, what holds one of these, the text of either, or a file with it."""
 Specs = str | os.PathLike[str] | Iterable[specs.Spec] | None
 
@@ -37,7 +37,7 @@ class UnmatchedCallWarning(UserWarning):
 
 def autotune_lowered(
     selector: ConfigSelectorChain,
-    program: Program,
+    program: ProgramLike,
     *,
     specs: Specs = None,
     tuner: Any = None,
@@ -78,7 +78,7 @@ def autotune_lowered(
     return result
 
 
-def labels_of(program: Program) -> list[str]:
+def labels_of(program: ProgramLike) -> list[str]:
     """The labels in a program, each once."""
     if isinstance(program, str) and "\n" in program:
         return meta.extract_labels_from_hlo_text(program)
@@ -90,7 +90,7 @@ def labels_of(program: Program) -> list[str]:
     return meta.find_labels_in_lowered(program)
 
 
-def specs_of(program: Program) -> list[specs.Spec]:
+def specs_of(program: ProgramLike) -> list[specs.Spec]:
     """Specs of the calls in a program that was traced in this process, to be tuned in another."""
     calls, missing = match(labels_of(program), None)
     found = []
@@ -173,7 +173,7 @@ def tune_each(
             yield TunedCall(inv.key, None, fleet.unmeasured(tuning, getattr(measuring, "budget_s", None)))
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
-            if (text := tuning.shortfall(place_of(here, inv.kernel))) is not None:
+            if (text := tuning.shortfall(source_line(here, inv.kernel))) is not None:
                 logger.warning("%s %s: %s", inv.op_id, inv.call_key, text)
             yield TunedCall(inv.key, Entry.of(inv, inv.kernel, tuning))
 
