@@ -24,7 +24,7 @@ from ejkernel.ops.store import packs
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.tuning.autotuner import Autotuner
-from ejkernel.ops.tuning.outcome import time_text
+from ejkernel.ops.tuning.standings import time_text
 from ejkernel.ops.utils import meta
 
 Row = dict[str, Any]

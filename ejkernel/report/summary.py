@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.tuning import robust
-from ejkernel.ops.tuning.outcome import rank
+from ejkernel.ops.tuning.standings import rank
 from ejkernel.ops.utils import devices as hardware
 from ejkernel.report.naming import columns, compact
 

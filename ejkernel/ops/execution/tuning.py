@@ -22,10 +22,10 @@ from ejkernel.ops.offline.result import Entry as Entry
 from ejkernel.ops.tuning import shortfall
 from ejkernel.ops.tuning.autotuner import Autotuner as Autotuner
 from ejkernel.ops.tuning.autotuner import TuningError as TuningError
-from ejkernel.ops.tuning.outcome import Candidate as Candidate
-from ejkernel.ops.tuning.outcome import Measurement as Measurement
 from ejkernel.ops.tuning.outcome import Tuning as Tuning
 from ejkernel.ops.tuning.shortfall import TuningWarning as TuningWarning
+from ejkernel.ops.tuning.standings import Candidate as Candidate
+from ejkernel.ops.tuning.standings import Measurement as Measurement
 from ejkernel.ops.tuning.stopwatch import benchmark as benchmark
 
 logger = logging.getLogger("ejkernel.tuning")

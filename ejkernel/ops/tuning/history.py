@@ -10,8 +10,7 @@ from typing import Any, Self
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.store.provenance import collect
 from ejkernel.ops.tuning.bench import Fault, Rejected
-from ejkernel.ops.tuning.outcome import Measurement
-from ejkernel.ops.tuning.standings import Ratio
+from ejkernel.ops.tuning.standings import Measurement, Ratio
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.serialize import cfg_id
 from ejkernel.ops.utils.shapes import wrong

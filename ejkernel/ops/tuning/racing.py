@@ -22,7 +22,7 @@ import numpy as np
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.tuning import robust
-from ejkernel.ops.tuning.standings import Estimate, Key, RaceResult, Ratio, Standing, Status
+from ejkernel.ops.tuning.standings import Candidate, Key, Measurement, RaceResult, Ratio, Status
 
 
 class RaceError(EjkernelError):
@@ -67,6 +67,7 @@ class Race(Generic[Key]):
       seed: Of the order within the rounds.
       min_rounds: The least number of samples behind the reported figures.
       rules: The constants.
+      timer: What the clock is called.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Race(Generic[Key]):
         seed: int = 0,
         min_rounds: int = 1,
         rules: RaceRules = DEVICE_TIME,
+        timer: str = "",
     ) -> None:
         self.rules = rules
+        self._timer = timer
         self._keys = list(candidates)
         self._index = {key: i for i, key in enumerate(self._keys)}
         if not self._keys or len(self._index) != len(self._keys):
@@ -226,10 +229,9 @@ class Race(Generic[Key]):
         return RaceResult(
             winner=self._keys[winner],
             complete=self._state == "complete",
-            estimate=standings[winner].estimate,
+            measurement=standings[winner].measurement,
             speedup=self._speedup(winner, rows),
             rounds=self.rounds,
-            runs=sum(s.rounds for s in standings),
             standings=standings,
         )
 
@@ -276,16 +278,15 @@ class Race(Generic[Key]):
         value, known_to = robust.centre(gain)[0], robust.margin(gain, 0.95)[0]
         return Ratio(value=math.exp(value), low=math.exp(value - known_to), high=math.exp(value + known_to))
 
-    def _standing(self, i: int, winner: int) -> Standing[Key]:
+    def _standing(self, i: int, winner: int) -> Candidate:
         heats, final = (_column(rows, i) for rows in (self._heats, self._final))
         running: Status = "finalist" if self._in_final else "unfinished"
         status, reason = ("winner", "") if i == winner else self._left.get(i, (running, ""))
-        return Standing(
-            key=self._keys[i],
+        return Candidate(
+            cfg=self._keys[i],
             status=status,
-            rounds=len(heats) + len(final),
-            estimate=Estimate.of(final if len(final) else heats),
             reason=reason,
+            measurement=Measurement.of(final if len(final) else heats, self._timer),
         )
 
 

@@ -18,7 +18,7 @@ from ejkernel.ops.tuning import racing, search
 from ejkernel.ops.tuning.bench import Built, Rejected
 from ejkernel.ops.tuning.cost import Cost, larger
 from ejkernel.ops.tuning.history import Decided, History
-from ejkernel.ops.tuning.outcome import Measurement, Tuning
+from ejkernel.ops.tuning.outcome import Tuning
 from ejkernel.ops.tuning.problem import Outline
 from ejkernel.ops.tuning.progress import Progress
 from ejkernel.ops.tuning.roster import Roster
@@ -299,6 +299,7 @@ class Session:
             seed=self.effort.seed,
             min_rounds=self.effort.num_iters,
             rules=racing.DEVICE_TIME if timer.device_time else racing.WALL_CLOCK,
+            timer=timer.name,
         )
         names = {self._roster.name(n): n for n in numbers}
         for seconds in self.history.start_race(list(names), timer.name):
@@ -338,23 +339,23 @@ class Session:
             self.history.decide(
                 Decided(
                     winner=self._roster.name(result.winner),
-                    seconds=self._roster.times_of(s.key for s in result.standings),
-                    measurement=Measurement.of(result.estimate, self._bench.timer.name),
+                    seconds=self._roster.times_of(s.cfg for s in result.standings),
+                    measurement=result.measurement,
                     speedup=result.speedup,
                 )
             )
         for standing in result.standings:
-            out = standing.status in ("raced out", "screened") and standing.key != self._roster.heuristic
-            if out and not self._roster.is_rejected(standing.key):
-                self._bench.forget(standing.key)
-                self._proved.discard(standing.key)
+            out = standing.status in ("raced out", "screened") and standing.cfg != self._roster.heuristic
+            if out and not self._roster.is_rejected(standing.cfg):
+                self._bench.forget(standing.cfg)
+                self._proved.discard(standing.cfg)
 
     # --- Reporting ---
 
     def _report(self, seconds: float) -> Tuning:
         roster = self._roster
         timer = self._bench.timer.name if "_bench" in vars(self) else ""
-        candidates = tuple(roster.report(self._results, timer, EARLIER))
+        candidates = tuple(roster.list_candidates(self._results, EARLIER))
         unfinished = any(c.status == "unfinished" for c in candidates)
         facts: dict[str, Any] = {
             "candidates": candidates,
@@ -376,7 +377,7 @@ class Session:
                 cfg=self._cfg(roster.best),
                 complete=whole and last.complete,
                 decided=last.complete,
-                measurement=Measurement.of(last.estimate, timer),
+                measurement=last.measurement,
                 speedup=last.speedup,
                 timer=timer,
                 **facts,

@@ -18,7 +18,7 @@ from typing import Any
 from ejkernel.ops.utils import classes
 
 
-class _Fault(Exception):
+class ShapeFault(Exception):
     """What is wrong, and where it is, from the inside out."""
 
     def __init__(self, text: str) -> None:
@@ -30,7 +30,7 @@ def wrong(data: Any, shape: Any, where: str = "") -> str | None:
     """What of `data` is not as `shape` says: `cfg: must be a dict, got 3`; None if all is."""
     try:
         _check(data, shape)
-    except _Fault as fault:
+    except ShapeFault as fault:
         path = (where + "".join(reversed(fault.path))).removeprefix(".")
         return f"{path}: {fault.text}" if path else fault.text
     return None
@@ -68,16 +68,16 @@ def _check_fields(data: Any, shape: dict[Any, Any], *, only: bool = False) -> No
         elif (key := name.removesuffix("?")) in data:
             _check_part(data[key], inner, f".{key}")
         elif key == name:
-            raise _Fault(f"{name} is missing")
+            raise ShapeFault(f"{name} is missing")
     unknown = [name for name in data if name not in shape and f"{name}?" not in shape] if only else []
     if unknown:
-        raise _Fault(f"{unknown[0]} is unknown")
+        raise ShapeFault(f"{unknown[0]} is unknown")
 
 
 def _check_part(data: Any, shape: Any, place: str) -> None:
     try:
         _check(data, shape)
-    except _Fault as fault:
+    except ShapeFault as fault:
         fault.path.append(place)
         raise
 
@@ -90,9 +90,9 @@ def _is(data: Any, shape: Any) -> bool:
     return data is None
 
 
-def _unlike(data: Any, shape: Any) -> _Fault:
+def _unlike(data: Any, shape: Any) -> ShapeFault:
     names = " or ".join(map(_name, shape if isinstance(shape, tuple) else (shape,)))
-    return _Fault(f"must be {names}, got {data!r:.100}")
+    return ShapeFault(f"must be {names}, got {data!r:.100}")
 
 
 def _fields(cls: Any) -> dict[str, Any]:

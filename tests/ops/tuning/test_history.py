@@ -8,7 +8,7 @@ import pytest
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.tuning.bench import Rejected
 from ejkernel.ops.tuning.history import Decided, History
-from ejkernel.ops.tuning.outcome import Measurement
+from ejkernel.ops.tuning.standings import Measurement
 from ejkernel.ops.utils.serialize import cfg_id
 from tests.tuning_kernels import Doubling, Referenced, Work
 

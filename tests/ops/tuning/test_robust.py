@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from ejkernel.ops.tuning import robust
-from ejkernel.ops.tuning.outcome import Measurement
-from ejkernel.ops.tuning.standings import Estimate
+from ejkernel.ops.tuning.standings import Measurement
 
 # Two-sided quantiles of Student's t from printed tables, by level and samples: of five and more, a fifth is cut at
 # each end.
@@ -39,7 +38,7 @@ def test_the_margin_covers_at_its_level(n):
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_fewer_than_six_samples_have_no_interval(n):
     assert robust.median_interval(np.arange(n)) is None
-    measured = Measurement.of(Estimate.of(np.arange(1.0, n + 1)), "wall")
+    measured = Measurement.of(np.arange(1.0, n + 1), "wall")
     assert (measured.low_ms, measured.high_ms, measured.samples) == (None, None, n)
     assert str(measured) == f"{measured.median_ms:.4g} ms"
 
