@@ -150,7 +150,8 @@ class AutotuningResult:
             raise ResultFileError(str(error)) from error
         if pack.problems:
             raise ResultFileError(f"{path}: {pack.problems[0]}")
-        devices = sorted({entry.place.device for entry in pack.entries} | {pack.device} - {None})
+        named = [] if pack.device is None else [pack.device]
+        devices = sorted({*named, *(entry.place.device for entry in pack.entries)})
         if len(devices) != 1:
             raise ResultFileError(f"{path}: a result is of one device, this has {', '.join(devices) or 'none'}.")
         found = [Entry.read(entry, decode_cfg(entry.cfg_data)) for entry in pack.entries]

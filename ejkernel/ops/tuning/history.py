@@ -41,7 +41,8 @@ class Decided:
     def read(cls, data: Mapping[str, Any]) -> Self:
         """The race that a file tells of."""
         kinds = {"measurement": Measurement, "speedup": Ratio}
-        return cls(**{k: kinds[k](**v) if k in kinds and v is not None else v for k, v in data.items()})
+        parts: dict[str, Any] = {k: kinds[k](**data[k]) for k in kinds if data.get(k) is not None}
+        return cls(**{**data, **parts})
 
 
 def _is_sound(record: Mapping[str, Any]) -> bool:

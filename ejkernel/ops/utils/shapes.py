@@ -68,10 +68,10 @@ def _check_fields(data: Any, shape: dict[Any, Any], *, only: bool = False) -> No
         elif (key := name.removesuffix("?")) in data:
             _check_part(data[key], inner, f".{key}")
         elif key == name:
-            raise ShapeFault(f"{name} is missing")
+            raise ShapeFault(f"{name!r} is missing")
     unknown = [name for name in data if name not in shape and f"{name}?" not in shape] if only else []
     if unknown:
-        raise ShapeFault(f"{unknown[0]} is unknown")
+        raise ShapeFault(f"{unknown[0]!r} is unknown")
 
 
 def _check_part(data: Any, shape: Any, place: str) -> None:

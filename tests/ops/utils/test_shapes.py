@@ -30,7 +30,7 @@ class Whole:
     [
         ({"a": 1}, {"a": int}, None),
         ({"a": 1, "b": 2}, {"a": int}, None),
-        ({}, {"a": int}, "a is missing"),
+        ({}, {"a": int}, "'a' is missing"),
         ({}, {"a?": int}, None),
         ({"a": "1"}, {"a?": int}, "a: must be a int, got '1'"),
         ({"a": True}, {"a": int}, "a: must be a int, got True"),
@@ -48,8 +48,8 @@ class Whole:
         ({"part": {"name": "n", "value": 1}, "parts": {"a": 1.5}, "more": [1]}, Whole, None),
         ({"part": {"name": 1}}, Whole, "part: must be a dict or None, got {'name': 1}"),
         ({"part": None, "parts": {"a": "b"}}, Whole, "parts.a: must be a float, got 'b'"),
-        ({"part": None, "z": 1}, Whole, "z is unknown"),
-        ({"a": [{}]}, {"a": [{"b": int}]}, "a[0]: b is missing"),
+        ({"part": None, "z": 1}, Whole, "'z' is unknown"),
+        ({"a": [{}]}, {"a": [{"b": int}]}, "a[0]: 'b' is missing"),
         (3, Whole, "must be a dict, got 3"),
     ],
 )

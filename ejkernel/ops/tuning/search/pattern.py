@@ -5,7 +5,7 @@ further batch holds the untried neighbours of the best few so far. When those ar
 that differ on two axes are tried before giving up, because block sizes trade against each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -58,7 +58,7 @@ class Pattern(Generic[Cfg]):
         # Half near the seeds, half anywhere: the guess may sit in the wrong valley.
         yield from _in_turn([_in_turn(near), spread])
 
-    def _downhill(self, trials: Sequence[Trial[Cfg]], tried: set[object]) -> Iterable[Cfg]:
+    def _downhill(self, trials: Sequence[Trial[Cfg]], tried: Container[object]) -> Iterable[Cfg]:
         alive = sorted((trial for trial in trials if trial.seconds < float("inf")), key=lambda trial: trial.seconds)
         best = [trial.cfg for trial in alive[: self.leaders]]
         if not best:  # All failed: only other regions can help.
@@ -69,7 +69,7 @@ class Pattern(Generic[Cfg]):
         if all(token(cfg) in tried for cfg in beside):
             yield from self.space.around(best[0], steps=2)
 
-    def _untried(self, configs: Iterable[Cfg], tried: set[object], room: int) -> list[Cfg]:
+    def _untried(self, configs: Iterable[Cfg], tried: Container[object], room: int) -> list[Cfg]:
         fresh: dict[object, Cfg] = {}
         for cfg in configs:
             if len(fresh) >= room:
