@@ -175,7 +175,7 @@ def main() -> None:
     interpret = None
     if options.interpret:
         interpret = plgpu.InterpretGPUParams()
-        mosaic._SMS, mosaic_bwd._SMS = 2, 1  # dQ is summed without atomics there: one block at a time.
+        mosaic.SMS, mosaic_bwd.SMS = 2, 1  # dQ is summed without atomics there: one block at a time.
     picked = [int(i) for i in options.only.split(",")] if options.only else range(len(CASES))
     seed, lines, failed = time.time_ns() % 2**31, [], 0
     # Most of the time goes into compiling; the interpreter keeps its state in one place.

@@ -16,8 +16,8 @@ from ejkernel.modules import FlashAttentionConfig
 from ejkernel.ops import FwdParams, Measurement
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.tuning import racing
-from ejkernel.ops.tuning.outcome import Candidate, Tuning
-from ejkernel.ops.tuning.standings import Estimate
+from ejkernel.ops.tuning.outcome import Tuning
+from ejkernel.ops.tuning.standings import Candidate
 from ejkernel.ops.utils import env
 from scripts.run_page import PageError, commands, matches, run_command
 
@@ -51,7 +51,7 @@ def test_example_runs(script):
 def test_demo_marks_the_guess_and_says_what_became_of_each(capsys):
     demo = runpy.run_path(str(ROOT / "examples/demo.py"))
     cfg = lambda block: FlashAttentionConfig(FwdParams(q_blocksize=block, kv_blocksize=64), None, "xla")
-    measured = lambda ms, n: Measurement.of(Estimate.of(np.full(n, 1e-3 * ms)), "wall")
+    measured = lambda ms, n: Measurement.of(np.full(n, 1e-3 * ms), "wall")
     candidates = (
         Candidate(cfg=cfg(32), status="screened", reason="12 times as slow", measurement=measured(9.99, 2)),
         Candidate(cfg=cfg(64), status="finalist", measurement=measured(12.5, 16), guess=True),

@@ -42,7 +42,7 @@ def test_name_that_does_not_exist_is_an_attribute_error():
 
 
 # Signals from one of our functions to another; nobody else sees them.
-INTERNAL = {"StaticFound", "InputsWanted"}
+INTERNAL = {"StaticFound", "InputsWanted", "ShapeFault"}
 
 
 def test_every_error_derives_from_ours():

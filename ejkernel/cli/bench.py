@@ -21,9 +21,8 @@ from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.tuning.bench import Bench, Rejected
-from ejkernel.ops.tuning.outcome import Measurement
 from ejkernel.ops.tuning.problem import Problem, from_call
-from ejkernel.ops.tuning.standings import Estimate
+from ejkernel.ops.tuning.standings import Measurement
 
 Say = Callable[[str], None]
 _REFERENCE = "reference"
@@ -192,7 +191,7 @@ def _race(bench: Bench, ready: dict[int, Contender], rounds: int, say: Say) -> N
 
 def _result(inv: Invocation[Any, Any], found: list[Contender], timer: str, rounds: int) -> dict[str, Any]:
     device, op_id, call_key = inv.key
-    measured = [Measurement.of(Estimate.of(np.array(c.samples or [])), timer) for c in found]
+    measured = [Measurement.of(np.array(c.samples or []), timer) for c in found]
     best = min((m.median_ms for m in measured if m is not None), default=None)
     rows = []
     for contender, m in zip(found, measured, strict=True):

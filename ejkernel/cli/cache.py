@@ -25,7 +25,7 @@ from ejkernel.ops.store import entry as entries
 from ejkernel.ops.store import layers, merging, packs, upkeep
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.store.merging import Difference
-from ejkernel.ops.tuning.outcome import time_text
+from ejkernel.ops.tuning.standings import time_text
 from ejkernel.report.summary import keywords_of, summarise
 
 app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")

@@ -15,7 +15,7 @@ from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.execution.pipeline import backward_invocation, invocation, prepared
-from ejkernel.ops.offline import programs, specs
+from ejkernel.ops.offline import lowered, specs
 
 Call = Invocation[Any, Any]
 _MISSING = re.compile(r"missing \d+ required (?P<kind>positional|keyword-only) arguments?: (?P<names>.+)")
@@ -99,8 +99,8 @@ def _recorded(path: Path) -> tuple[list[Call], list[str]]:
 
 
 def _labelled(path: Path, specs_file: Path | None) -> tuple[list[Call], list[str]]:
-    labels = programs.labels_of(path)
-    calls, missing = programs.match(labels, specs_file)
+    labels = lowered.labels_of(path)
+    calls, missing = lowered.match(labels, specs_file)
     if not labels:
         hint = "the text of a Lowered has them only with as_text(debug_info=True)."
         return [], [f"{path}: the program has no labels; {hint}"]

@@ -18,8 +18,8 @@ from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution.executor import Executor, Explanation
-from ejkernel.ops.store.differences import closest
 from ejkernel.ops.store.persistent import PersistentCache
+from ejkernel.ops.store.signatures import closest
 
 _STORED = ("memory", "persistent")
 

@@ -23,7 +23,7 @@ _MODULES = {
     "pallas": "jax.experimental.pallas.tpu",
 }
 _CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0), "cudnn": (8, 0)}
-_PACKAGES = ("jax", "jaxlib", "numpy", "pydantic", "jax-triton", "fsspec")
+_PACKAGES = ("jax", "jaxlib", "numpy", "pydantic", "fsspec")
 
 
 def info(store: Store = None, as_json: AsJson = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +18,13 @@ from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.offline import fleet, programs, specs
+from ejkernel.ops.offline import fleet, lowered, specs
+from ejkernel.ops.offline.result import TunedCall
 from ejkernel.ops.store import packs
+from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.store.persistent import PersistentCache
-from ejkernel.ops.tuning.outcome import time_text
-from ejkernel.ops.tuning.tuner import Autotuner
+from ejkernel.ops.tuning.autotuner import Autotuner
+from ejkernel.ops.tuning.standings import time_text
 from ejkernel.ops.utils import meta
 
 Row = dict[str, Any]
@@ -106,7 +108,7 @@ def labels(
     as_json: AsJson = False,
 ) -> None:
     """List the ejkernel calls in a program; exit code 1 if there are none."""
-    found = [meta.parse_label(text) for text in programs.labels_of(program)]
+    found = [meta.parse_label(text) for text in lowered.labels_of(program)]
     known = {(s["op_id"], s["call_key"]): s["signature"] for s in (specs.read(specs_file) if specs_file else [])}
     if as_json:
         print_json([{"op_id": p.op_id, "call_key": p.call_key, "prefix": p.prefix} for p in found])
@@ -163,41 +165,34 @@ def _tune_here(
     cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any]
 ) -> Generator[Row, None, None]:
     selector, tuner = ConfigSelectorChain(persistent=cache), Autotuner(**settings)
-    for outcome in programs.tune_each(selector, found, tuner):
-        tuning = outcome.tuning
-        if tuning is None:
-            yield _row(outcome.inv.key, error=outcome.error)
-        else:
-            yield _row(outcome.inv.key, tuning.cfg, tuning.statistics(), tuning.complete)
+    yield from map(_row, lowered.tune_each(selector, found, tuner))
 
 
 def _tune_there(
     cache: PersistentCache, found: list[Invocation[Any, Any]], settings: dict[str, Any], address: str
 ) -> Generator[Row, None, None]:
     with fleet.executor_at(address) as executor:
-        for finished in fleet.tune_specs([specs.to_spec(inv) for inv in found], executor, settings):
-            spec, entry = finished.spec, finished.entry
-            if entry is None:
-                yield _row((spec["device"], spec["op_id"], spec["call_key"]), error=finished.error)
-            else:
+        for call in fleet.tune_specs([specs.to_spec(inv) for inv in found], executor, settings):
+            if isinstance(call.entry, StoredEntry):
                 # Stored as it comes in: whatever happens to the rest, this one is safe.
-                entry = fleet.keep(cache, entry)
-                yield _row(entry.place, entry.cfg, entry.statistics, entry.complete)
+                kept = fleet.keep(cache, call.entry)
+                yield _row(TunedCall(kept.place, kept))
+            else:
+                yield _row(call)
 
 
-def _row(
-    key: Iterable[str], cfg: Any = None, statistics: Any = None, complete: bool = False, *, error: str | None = None
-) -> Row:
-    device, op_id, call_key = key
+def _row(call: TunedCall) -> Row:
+    (device, op_id, call_key), entry = call.key, call.entry
+    statistics = {} if entry is None else entry.statistics
     return {
         "device": device,
         "op_id": op_id,
         "call_key": call_key,
-        "cfg": None if cfg is None else short_repr(cfg),
-        "measurement": (statistics or {}).get("measurement"),
-        "speedup": (statistics or {}).get("speedup"),
-        "complete": complete,
-        "error": error,
+        "cfg": None if entry is None else short_repr(entry.cfg),
+        "measurement": statistics.get("measurement"),
+        "speedup": statistics.get("speedup"),
+        "complete": entry is not None and entry.complete,
+        "error": call.error,
     }
 
 

@@ -155,9 +155,9 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         large numbers, one of them from the rounded output: all implementations err there, by a tenth of a typical
         element.
         """
-        from ejkernel.ops.tuning import proving
+        from ejkernel.ops.tuning import comparison
 
-        return proving.mismatch(got, want, {"bfloat16": 0.5, "float16": 0.1}) or proving.norm_mismatch(
+        return comparison.mismatch(got, want, {"bfloat16": 0.5, "float16": 0.1}) or comparison.norm_mismatch(
             got, want, {"bfloat16": 1e-2, "float16": 2e-3}
         )
 
@@ -298,12 +298,7 @@ def flash_attention(
     if in_specs is not None or out_specs is not None:
         raise AttentionArgumentError("in_specs and out_specs need mesh.")
     if (spec := _explicit_spec(args)) is not None:
-        arrays, statics = arguments.split((args, kwargs))
-
-        def call(*arrays: Any) -> Array:
-            args, kwargs = arguments.merge(arrays, statics)
-            return _call(args, kwargs, cfg)
-
+        call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
         automatic: Any = jax.sharding.auto_axes(call, out_sharding=spec)
         return automatic(*arrays)
     return _call(args, kwargs, cfg)

@@ -116,8 +116,8 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.tuning import autotune as autotune
     from ejkernel.ops.execution.tuning import autotune_recorded as autotune_recorded
     from ejkernel.ops.execution.tuning import benchmark as benchmark
-    from ejkernel.ops.offline.programs import autotune_lowered as autotune_lowered
-    from ejkernel.ops.offline.programs import specs_of as specs_of
+    from ejkernel.ops.offline.lowered import autotune_lowered as autotune_lowered
+    from ejkernel.ops.offline.lowered import specs_of as specs_of
     from ejkernel.ops.store.persistent import PersistentCache as PersistentCache
     from ejkernel.ops.utils.serialize import from_json as from_json
     from ejkernel.ops.utils.serialize import to_json as to_json

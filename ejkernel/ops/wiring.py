@@ -20,21 +20,21 @@ def _record(inv: Any) -> None:
 
 
 def _make_tuner(tuner: Any) -> Any:
-    from ejkernel.ops.tuning.foreign import made
+    from ejkernel.ops.tuning.foreign import as_tuner
 
-    return made(tuner)
+    return as_tuner(tuner)
 
 
 def _share_tuner(*tuning: Any) -> Any:
-    from ejkernel.ops.processes.shared_tuning import shared
+    from ejkernel.ops.processes.shared_tuning import share
 
-    return shared(*tuning)
+    return share(*tuning)
 
 
 def _prove(*call: Any, **options: Any) -> Any:
-    from ejkernel.ops.tuning.proof import proof
+    from ejkernel.ops.tuning.proof import prove
 
-    return proof(*call, **options)
+    return prove(*call, **options)
 
 
 def _joint(selector: Any) -> Any:

@@ -8,19 +8,11 @@ from typing import Any
 
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.tuning import robust
-from ejkernel.ops.tuning.outcome import rank
+from ejkernel.ops.tuning.standings import rank
+from ejkernel.ops.utils import devices as hardware
 from ejkernel.report.naming import columns, compact
 
 Data = dict[str, Any]
-
-PEAKS = {
-    "nvidia_h200": (989e12, 4.8e12),
-    "nvidia_h100_80gb_hbm3": (989e12, 3.35e12),
-    "nvidia_a100-sxm4-80gb": (312e12, 2.04e12),
-    "tpu_v5_lite": (197e12, 0.82e12),
-    "tpu_v6_lite": (918e12, 1.64e12),
-}
-"""Dense 16-bit operations and bytes a second, by what a device's fingerprint holds; from the makers' data sheets."""
 
 
 def summarise(entries: Iterable[StoredEntry], source: str, *, packs_are_others: bool = False) -> Data:
@@ -31,8 +23,8 @@ def summarise(entries: Iterable[StoredEntry], source: str, *, packs_are_others: 
 
 
 def _peaks(device: str) -> Data | None:
-    found = next((peaks for name, peaks in PEAKS.items() if name in device), None)
-    return None if found is None else {"flops": found[0], "bytes": found[1]}
+    found = hardware.find(device)
+    return {"flops": found.flops, "bytes": found.bytes_per_s} if found.flops else None
 
 
 def _call(entry: StoredEntry) -> Data:

@@ -336,3 +336,15 @@ def test_importing_the_command_is_free():
     script = "import sys, ejkernel.cli; print({'typer', 'rich', 'jax', 'pydantic'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_file_of_a_result_serves_as_a_pack(store, run, tmp_path):
+    from ejkernel.ops import AutotuningResult, Entry
+
+    dumped = tmp_path / "tuned.json"
+    AutotuningResult("gpu", (Entry("pkg.Op", "aa11", Config(32)),), ("pkg.Op bb22: no kernel",)).dump(dumped)
+    assert run("verify", dumped)[0] == 0
+    assert run_json(run, "diff", dumped, code=1)[0]["left"]["value"]["block"] == 32
+    assert run_json(run, "import", dumped) == {"added": 1, "replaced": 0, "kept": 0}
+    assert store.get("gpu", "pkg.Op", "aa11", cfg_type=Config) == Config(32)
+    assert run_json(run, "merge", tmp_path / "all.json", dumped)["entries"] == 1

@@ -65,7 +65,9 @@ def test_interrupted_tuning_on_a_worker_leaves_a_finished_one_alone(capsys, tmp_
     assert ejkernel(capsys, *call)[0] == 0
     (finished,) = PersistentCache(tmp_path).entries()
     stopped = dataclasses.replace(finished, complete=False, statistics={})
-    monkeypatch.setattr(fleet, "tune_specs", lambda calls, *_: iter([fleet.Finished(spec, stopped) for spec in calls]))
+    monkeypatch.setattr(
+        fleet, "tune_specs", lambda calls, *_: iter([fleet.TunedCall(stopped.place, stopped) for _ in calls])
+    )
     assert ejkernel(capsys, *call)[0] == 0
     assert [entry.complete for entry in PersistentCache(tmp_path).entries()] == [True]
 

@@ -7,11 +7,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
-SMEM_LIMIT_BYTES = 232_448  # What one block may ask for on sm90.
-REGISTER_FILE = 65_536  # 32-bit registers of one SM; a launch splits them among its threads.
-WARPGROUP = 128
-WGMMA_ROWS = 64
-_BARRIER_BYTES = 1_024  # All mbarriers of a block, with the alignment padding around them.
+from ejkernel.kernels.hopper.chip import (
+    BARRIER_BYTES,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    WGMMA_ROWS,
+    unfit_block,
+)
 
 Schedule = Literal["persistent", "grid"]
 DqWay = Literal["bulk", "registers", "kernel"]
@@ -51,17 +53,17 @@ class MosaicFwdConfig:
 
     @property
     def consumer_registers(self) -> int:
-        return {1: 240, 2: 240, 3: 160}[self.consumers]
+        return CONSUMER_REGISTERS[self.consumers]
 
     @property
     def producer_registers(self) -> int:
-        return {1: 24, 2: 24, 3: 32}[self.consumers]
+        return PRODUCER_REGISTERS[self.consumers]
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one block: Q and O tiles, the K and V rings, the rows of log-sum-exp and its error."""
         q_and_o = (1 if self.share_qo else 2) * self.block_q * head_dim * 2
         rings = 2 * self.stages * self.block_kv * head_dim * 2
-        return q_and_o + rings + 2 * self.block_q * 4 + _BARRIER_BYTES
+        return q_and_o + rings + 2 * self.block_q * 4 + BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
         """Registers a consumer thread holds at its widest point: scores, weights, output, and some 24 for the rest."""
@@ -78,11 +80,7 @@ class MosaicFwdConfig:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
-        if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
-        if (live := self.live_registers(head_dim)) > self.consumer_registers:
-            return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
-        return None
+        return unfit_block(self.smem_bytes(head_dim), self.live_registers(head_dim), self.consumers)
 
 
 def is_full(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bool:
@@ -163,11 +161,11 @@ class MosaicBwdConfig:
 
     @property
     def consumer_registers(self) -> int:
-        return {1: 240, 2: 240, 3: 160}[self.consumers]
+        return CONSUMER_REGISTERS[self.consumers]
 
     @property
     def producer_registers(self) -> int:
-        return {1: 24, 2: 24, 3: 32}[self.consumers]
+        return PRODUCER_REGISTERS[self.consumers]
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one block: K and V, the rings of Q and dO, two tiles of dS (and P), dQ, the row vectors."""
@@ -175,12 +173,12 @@ class MosaicBwdConfig:
         rings = 2 * self.stages * self.block_q * head_dim * 2
         scores = (4 if self.split == "columns" else 2) * self.block_kv * self.block_q * 2
         dq = self.block_q * head_dim * 4 if self.dq == "bulk" else 0
-        return keys + rings + scores + dq + 2 * self.stages * self.block_q * 4 + _BARRIER_BYTES
+        return keys + rings + scores + dq + 2 * self.stages * self.block_q * 4 + BARRIER_BYTES
 
     def dq_smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one block of the second kernel: Q and dO, the rings of K and V."""
         rows = 2 * self.dq_block_q + (self.dq_k_stages + self.dq_v_stages) * self.dq_block_kv
-        return rows * head_dim * 2 + _BARRIER_BYTES
+        return rows * head_dim * 2 + BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
         """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient or dQ, the rest."""
@@ -208,22 +206,13 @@ class MosaicBwdConfig:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
-        if (smem := self.smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
-        if (live := self.live_registers(head_dim)) > self.consumer_registers:
-            return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
-        if self.dq == "kernel":
-            return self._dq_unfit(head_dim)
-        return None
+        reason = unfit_block(self.smem_bytes(head_dim), self.live_registers(head_dim), self.consumers)
+        return self._dq_unfit(head_dim) if reason is None and self.dq == "kernel" else reason
 
     def _dq_unfit(self, head_dim: int) -> str | None:
         if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64 or self.dq_cluster not in (1, 2):
             return "the kernel for dQ wants two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
-        if (smem := self.dq_smem_bytes(head_dim)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory for dQ, the chip has {SMEM_LIMIT_BYTES}"
-        if (live := self.dq_live_registers(head_dim)) > self.consumer_registers:
-            return f"needs about {live} registers a thread for dQ, a consumer has {self.consumer_registers}"
-        return None
+        return unfit_block(self.dq_smem_bytes(head_dim), self.dq_live_registers(head_dim), self.consumers, " for dQ")
 
 
 def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:

@@ -18,12 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel._compat import load_with_layout
-from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicFwdConfig, default_forward, is_full
-from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
+from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, default_forward, is_full
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast
+from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
+from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
+from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.

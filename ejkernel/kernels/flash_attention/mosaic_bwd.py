@@ -20,17 +20,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_keys
-from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig, default_backward, is_full
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, default_backward, is_full
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
-from ejkernel.kernels.flash_attention.mosaic_cluster import shared_barrier, shared_load
 from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
-from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit
+from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
+from ejkernel.kernels.hopper.cluster import shared_barrier, shared_load
+from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.wgmma import MatrixUnit
 
 _L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads in work.
 _LOST = 2.0**-12  # Errors of the log-sum-exp below this are hidden by the rounding of weights to 16 bits.

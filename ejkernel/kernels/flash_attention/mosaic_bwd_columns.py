@@ -21,11 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
 from ejkernel.kernels.flash_attention.mosaic_store import store_columns
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, unhoisted
+from ejkernel.kernels.hopper.chip import WGMMA_ROWS
+from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
 
 
 def consume(

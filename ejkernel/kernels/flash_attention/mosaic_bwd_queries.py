@@ -17,13 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention.config import WGMMA_ROWS, MosaicBwdConfig
-from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
-from ejkernel.kernels.flash_attention.mosaic_wgmma import MatrixUnit, layout_cast, unhoisted
+from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
+from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
+from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
 
 _HEAD_GROUP = 4  # As in the forward kernel.
 

@@ -22,9 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from ejkernel.kernels.flash_attention.config import WARPGROUP, WGMMA_ROWS
-from ejkernel.kernels.flash_attention.mosaic_launch import swizzled
-from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
+from ejkernel.kernels.hopper.chip import WARPGROUP, WGMMA_ROWS
+from ejkernel.kernels.hopper.launch import swizzled
+from ejkernel.kernels.hopper.wgmma import inline_mgpu
 
 _BYTES = 16  # What a thread reduces at a time: two neighbours of one row, and the two 8 rows below.
 _SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ejkernel.kernels.flash_attention.mosaic_launch import SWIZZLED
-from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
+from ejkernel.kernels.hopper.launch import SWIZZLED
+from ejkernel.kernels.hopper.wgmma import inline_mgpu
 
 
 def store_columns(ref: Any, wg: Any, value: jax.Array, *, interpret: bool) -> None:

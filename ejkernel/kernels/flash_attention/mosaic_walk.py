@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
-from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
+from ejkernel.kernels.hopper.cluster import place_in_cluster
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,11 +7,16 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, TypeVar
 
-SMEM_LIMIT_BYTES = 232_448  # What one block may ask for on sm90.
-WGMMA_ROWS = 64
+from ejkernel.kernels.hopper.chip import (
+    BARRIER_BYTES,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    WGMMA_ROWS,
+    unfit_block,
+)
+
 STEP = 64  # Elements of the contraction in one step: one swizzle of 16-bit elements.
 ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
-_BARRIER_BYTES = 1_024
 _SPARE_REGISTERS = 40  # Addresses, counters, what an epilogue holds beside the accumulator.
 
 Split = Literal["rows", "columns"]
@@ -58,17 +63,17 @@ class _Tile:
 
     @property
     def consumer_registers(self) -> int:
-        return {1: 240, 2: 240, 3: 160}[self.consumers]
+        return CONSUMER_REGISTERS[self.consumers]
 
     @property
     def producer_registers(self) -> int:
-        return {1: 24, 2: 24, 3: 32}[self.consumers]
+        return PRODUCER_REGISTERS[self.consumers]
 
     def smem_bytes(self, out_bytes: int = 2) -> int:
         """Shared memory of one block: the rings of both operands, and what stores go through."""
         ring = self.stages * (self.block_m + self.block_n) * STEP * 2
         store = self.consumers * self.store_slots * WGMMA_ROWS * self.store_columns * out_bytes
-        return ring + store + _BARRIER_BYTES
+        return ring + store + BARRIER_BYTES
 
     def live_registers(self) -> int:
         """Registers a consumer thread holds: its part of the result, and the rest."""
@@ -91,11 +96,7 @@ class _Tile:
             return f"band and store_slots must be at least 1, got {self.band} and {self.store_slots}"
         if self.store_columns % piece or self.columns % self.store_columns:
             return f"store_columns must be a multiple of {piece} that divides {self.columns}, got {self.store_columns}"
-        if (smem := self.smem_bytes(out_bytes)) > SMEM_LIMIT_BYTES:
-            return f"needs {smem} bytes of shared memory, the chip has {SMEM_LIMIT_BYTES}"
-        if (live := self.live_registers()) > self.consumer_registers:
-            return f"needs about {live} registers a thread, a consumer has {self.consumer_registers}"
-        return None
+        return unfit_block(self.smem_bytes(out_bytes), self.live_registers(), self.consumers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier
-from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
-from ejkernel.kernels.flash_attention.mosaic_wgmma import layout_cast
-from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, WGMMA_ROWS, MosaicConfig, space
+from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicConfig, space
 from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
     Item,
     Tiling,
@@ -31,9 +28,12 @@ from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
     zero_items,
 )
 from ejkernel.kernels.grouped_matmul.mosaic_store import copy_rows, put
+from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
+from ejkernel.kernels.hopper.cluster import AXIS, place_in_cluster, shared_barrier
+from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.wgmma import layout_cast
 
 Array = jax.Array
-_CLUSTER = "together"
 
 
 def unsupported(lhs: Any, rhs: Any, *, transpose_rhs: bool = False) -> str | None:
@@ -220,11 +220,11 @@ def _kernel(
                 @pl.when(~item.alone)
                 def _():
                     a_copy()
-                    b_copy(collective_axes=_CLUSTER)
+                    b_copy(collective_axes=AXIS)
 
                 @pl.when(item.alone)
                 def _():
-                    a_copy(collective_axes=_CLUSTER)
+                    a_copy(collective_axes=AXIS)
                     b_copy()
 
             lax.fori_loop(0, loads, load, None)

@@ -16,9 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention.mosaic_cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.flash_attention.mosaic_launch import SMS, launch, swizzled
-from ejkernel.kernels.flash_attention.mosaic_wgmma import layout_cast
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrhsConfig, drhs_space
 from ejkernel.kernels.grouped_matmul.mosaic import (
     follow,
@@ -31,6 +28,10 @@ from ejkernel.kernels.grouped_matmul.mosaic import (
 )
 from ejkernel.kernels.grouped_matmul.mosaic_schedule import largest_first
 from ejkernel.kernels.grouped_matmul.mosaic_store import zero_rows
+from ejkernel.kernels.hopper.chip import SMS
+from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
+from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.wgmma import layout_cast
 
 Array = jax.Array
 

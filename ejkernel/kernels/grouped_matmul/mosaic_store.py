@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ejkernel.kernels.flash_attention.mosaic_wgmma import inline_mgpu
+from ejkernel.kernels.hopper.wgmma import inline_mgpu
 
 
 def put(ref: Any, value: jax.Array, *, interpret: bool) -> None:

@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ejkernel.kernels.grouped_matmul.groups import bounds, row_tiles
+from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
 
 Array = jax.Array
-_SMEM_BYTES = 99 << 10  # What a block may have on the smallest of these GPUs.
 _REGISTERS = 255
 
 
@@ -48,8 +48,8 @@ class TritonConfig:
         if any(x < 16 or x & (x - 1) for x in blocks):
             return f"blocks must be powers of two of at least 16, got {blocks}"
         smem = self.num_stages * (self.block_m + self.block_n) * self.block_k * item_bytes
-        if smem > _SMEM_BYTES:
-            return f"needs {smem} bytes of shared memory, a block has {_SMEM_BYTES}"
+        if smem > LEAST_BLOCK_BYTES:
+            return f"needs {smem} bytes of shared memory, a block has {LEAST_BLOCK_BYTES}"
         live = self.block_m * self.block_n // (32 * self.num_warps) + 48
         return f"needs about {live} registers a thread, there are {_REGISTERS}" if live > _REGISTERS else None
 

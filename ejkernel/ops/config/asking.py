@@ -10,17 +10,17 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core import context, dispatch
+from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.utils import arguments
-from ejkernel.ops.utils.fingerprint import get_device_platform
+from ejkernel.ops.utils.canonical import same_cfg
 
 
 def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
     """The kernel's own guess for a call, by the variant for its platform and context."""
-    return _method(inv, kernel, "heuristic_cfg")(inv)
+    return dispatch.guess(kernel, inv)
 
 
 def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
@@ -30,8 +30,7 @@ def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
     """
     if isinstance(kernel, BatchedKernel):
         return candidates(kernel.asked(inv), kernel.inner)
-    platform = inv.platform or get_device_platform()
-    methods = [dispatch.find(kernel, name, inv.context, platform) for name in ("config_space", "candidate_cfgs")]
+    methods = [dispatch.method_of(kernel, name, inv) for name in ("config_space", "candidate_cfgs")]
     bases = (Kernel.config_space, Kernel.candidate_cfgs)
     own = [method for method in methods if method is not None and getattr(method, "__func__", method) not in bases]
     if not own:
@@ -73,7 +72,7 @@ def refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> st
 
 def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
     """Whether tuning `inv` could choose `cfg`: the guess takes part whether or not it is listed."""
-    return accepts(inv, kernel, cfg) or context.same_cfg(cfg, heuristic(inv, kernel))
+    return accepts(inv, kernel, cfg) or same_cfg(cfg, heuristic(inv, kernel))
 
 
 def leaves_no_choice(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
@@ -89,7 +88,7 @@ def leaves_no_choice(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> boo
     space, guess = candidates(inv, kernel), heuristic(inv, kernel)
     if isinstance(space, Mapping):
         return _in_space(space, guess) and all(callable(values) or len(list(values)) == 1 for values in space.values())
-    return all(context.same_cfg(cfg, guess) for cfg in space)
+    return all(same_cfg(cfg, guess) for cfg in space)
 
 
 def _has_unknown_integers(x: Any) -> bool:
@@ -98,13 +97,13 @@ def _has_unknown_integers(x: Any) -> bool:
 
 def _in_space(space: Any, cfg: Any) -> bool:
     if not isinstance(space, Mapping):
-        return any(context.same_cfg(cfg, candidate) for candidate in space)
+        return any(same_cfg(cfg, candidate) for candidate in space)
     from ejkernel.ops.utils.records import get
 
     conditions = [value for value in space.values() if callable(value)]
     axes = {name: values for name, values in space.items() if not callable(values)}
     try:
-        on_axes = all(get(cfg, name) in values for name, values in axes.items())
+        on_axes = all(any(same_cfg(get(cfg, name), value) for value in values) for name, values in axes.items())
     except (AttributeError, LookupError, TypeError):  # A config of another making: it lacks a field.
         return False
     return on_axes and all(condition(cfg) for condition in conditions)
@@ -123,7 +122,7 @@ def source_of(kernel: Kernel[Any, Any]) -> Kernel[Any, Any]:
     return kernel
 
 
-def place_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
+def source_line(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
     """Where the code of a kernel that runs a call is written: `file:line`."""
     _, run = next(dispatch.implementations(source_of(kernel), inv.context))
     code = getattr(inspect.unwrap(run), "__code__", None)
@@ -145,12 +144,6 @@ def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invo
             return here
         reasons[platform] = reason
     raise dispatch.UnsupportedCallError(inv, reasons)
-
-
-def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], name: str) -> Callable[..., Any]:
-    found = dispatch.find(kernel, name, inv.context, inv.platform or get_device_platform())
-    assert found is not None, "the base class has one"
-    return found
 
 
 def run_with(

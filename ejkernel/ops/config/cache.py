@@ -10,6 +10,7 @@ from typing import Any, Generic
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core import context
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.utils.canonical import Identity
 
 
 class CacheKeyError(EjkernelError, TypeError):
@@ -116,4 +117,4 @@ def overlay_cache(source: ConfigCache[Any] | Mapping[Any, Any]) -> AbstractConte
         return context.entered(overlay=context.Overlay(tier.token, tier))
     if not callable(getattr(source, "get", None)):
         raise CacheKeyError(f"overlay_cache: expected a cache or a mapping, got {type(source).__name__}.")
-    return context.entered(overlay=context.Overlay(context.Identity(source), source))
+    return context.entered(overlay=context.Overlay(Identity(source), source))

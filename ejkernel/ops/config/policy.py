@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core import context
 from ejkernel.ops.utils import env
+from ejkernel.ops.utils.canonical import Identity
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.selection import ConfigSelectorChain
@@ -79,7 +80,7 @@ def policy_override(selector: ConfigSelectorChain | None = None, /, **changes: A
             f"policy_override: expected a ConfigSelectorChain or nothing, got {type(selector).__name__}. "
             "An executor's selector is its .chooser."
         )
-    owner = None if selector is None else context.Identity(selector)
+    owner = None if selector is None else Identity(selector)
     return context.entered(override=context.Override(owner, tuple(sorted(changes.items()))))
 
 

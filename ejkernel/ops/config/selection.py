@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, leaves_no_choice, place_of, source_of
+from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, leaves_no_choice, source_line, source_of
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.kinds import ConfigClassWarning, check_explicit, is_redefined, is_renamed, misfit, note_owner
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
@@ -21,6 +21,7 @@ from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.canonical import same_cfg
 from ejkernel.ops.utils.fingerprint import current_device, qualified_name
 from ejkernel.ops.utils.services import services
 
@@ -320,9 +321,9 @@ class ConfigSelectorChain:
         entry = self._nearest(inv, kernel, policy, usable) if policy.transfer else None
         if entry is None:
             return Tier("transferred")
-        from ejkernel.ops.store.differences import differences
+        from ejkernel.ops.store.signatures import compare_signatures
 
-        changes = "; ".join(differences(entry.signature or {}, inv.signature))
+        changes = "; ".join(compare_signatures(entry.signature or {}, inv.signature))
         if entry.kept_guess:
             return Tier("transferred", None, f"the guess was not beaten for {changes}")
         if kernel.collective and _compat.distributed_client() is not None:
@@ -391,7 +392,7 @@ class ConfigSelectorChain:
     def _miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
         """What to tell about a miss: the call, how to tune it, and the closest call that is stored."""
         from ejkernel.ops.config.command import shown, tune_command
-        from ejkernel.ops.store.differences import closest
+        from ejkernel.ops.store.signatures import closest
 
         lines = [
             f"{inv.op_id}: no config is stored for call {inv.call_key} on {inv.device_fingerprint}, and the policy is "
@@ -414,7 +415,7 @@ class ConfigSelectorChain:
                 if tier.cfg is not None:
                     return tier.cfg
             tuning = self.measured(inv, kernel, services.make_tuner(self.tuner))
-            if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
+            if (text := tuning.shortfall(source_line(inv, kernel))) is not None:
                 # Into the log: whoever makes this call need not be the one who wants it tuned.
                 logger.warning("%s: %s", inv.op_id, text)
             return tuning.cfg
@@ -453,7 +454,7 @@ class ConfigSelectorChain:
         # A tuning that was stopped before it measured anything has only a guess, which is never stored.
         if tuning.measurement is not None:
             stays = None if tuning.complete else self._finished(inv, kernel)
-            if stays is not None and context.same_cfg(stays, tuning.cfg):
+            if stays is not None and same_cfg(stays, tuning.cfg):
                 return tuning
             if stays is not None and not tuning.has_beaten(stays):
                 logger.info("%s: stopped early; what a finished tuning has stored stays: %r", inv.op_id, stays)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ejkernel.ops.core.kernel import Invocation, KernelDefinitionError
+from ejkernel.ops.utils.canonical import distinct
 from ejkernel.ops.utils.fingerprint import compute_capability, device_kind
 
 KINDS = {"triton": ("gpu",), "mosaic": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu",), "xla": ("cpu", "gpu", "tpu")}
@@ -80,7 +81,7 @@ class Backend:
     def space(self, inv: Invocation[Any, Any], *, backward: bool) -> Sequence[Any]:
         """The params to choose from, the guess first."""
         found = getattr(self.functions, "backward_space" if backward else "forward_space", None)
-        space = [None] if found is None else list(dict.fromkeys(found(inv)))
+        space = [None] if found is None else distinct(found(inv))
         if not space:
             raise KernelDefinitionError(f"{inv.op_id}[{self.platform}]: the space of params is empty; list the guess.")
         return space

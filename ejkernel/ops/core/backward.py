@@ -8,7 +8,6 @@ from typing import Any
 
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.utils.fingerprint import get_device_platform
 
 
 class BackwardKernel(Kernel[Any, Any]):
@@ -31,12 +30,12 @@ class BackwardKernel(Kernel[Any, Any]):
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Any:
         """`heuristic_cfg_vjp` of the forward kernel, else its `heuristic_cfg`."""
-        return self._ask("heuristic_cfg", inv)
+        own = dispatch.method_of(self.forward, "heuristic_cfg_vjp", inv)
+        return dispatch.guess(self.forward, inv) if own is None else own(inv)
 
     def config_space(self, inv: Invocation[Any, Any]) -> Iterable[Any]:
         """`config_space_vjp` of the forward kernel, else the guess alone."""
-        platform = inv.platform or get_device_platform()
-        space = dispatch.find(self.forward, "config_space_vjp", inv.context, platform)
+        space = dispatch.method_of(self.forward, "config_space_vjp", inv)
         return [self.heuristic_cfg(inv)] if space is None else space(inv)
 
     def describe_keywords(self, inv: Invocation[Any, Any]) -> Mapping[str, Any]:
@@ -54,10 +53,3 @@ class BackwardKernel(Kernel[Any, Any]):
             return None
         platform = dispatch.forced_platform(self.forward, own) or platform
         return own if dispatch.refusal(self, replace(inv, platform=platform), platform) is None else None
-
-    def _ask(self, method: str, inv: Invocation[Any, Any]) -> Any:
-        platform = inv.platform or get_device_platform()
-        own = dispatch.find(self.forward, f"{method}_vjp", inv.context, platform)
-        found = own or dispatch.find(self.forward, method, inv.context, platform)
-        assert found is not None, "the base class has one"
-        return found(inv)

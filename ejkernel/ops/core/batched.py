@@ -116,9 +116,7 @@ class BatchedKernel(Kernel[Any, Any]):
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Any:
         """The kernel's own guess."""
-        found = dispatch.find(self.inner, "heuristic_cfg", inv.context, inv.platform or get_device_platform())
-        assert found is not None, "the base class has one"
-        return found(self.asked(inv))
+        return dispatch.guess(self.inner, self.asked(inv))
 
     def config_space(self, inv: Invocation[Any, Any]) -> Any:
         """The kernel's own candidates."""
@@ -150,13 +148,8 @@ class BatchedKernel(Kernel[Any, Any]):
 
     def _vmapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, cfg: Any = None, **kwargs: Any) -> Any:
-            arrays, statics = arguments.split((args, kwargs))
             given = {} if cfg is None else {"cfg": cfg}
-
-            def single(*arrays: Any) -> Any:
-                args, kwargs = arguments.merge(arrays, statics)
-                return method(*args, **given, **kwargs)
-
+            single, arrays = arguments.on_arrays(lambda a, k: method(*a, **given, **k), (args, kwargs))
             return self.batch.vmap(single)(*arrays)
 
         return run

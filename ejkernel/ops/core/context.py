@@ -14,14 +14,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from ejkernel import _compat
-from ejkernel.ops.utils.arguments import scalar_key
+from ejkernel.ops.utils.canonical import Identity, canonical, token
 
 
 class Lookup(Protocol):
@@ -38,19 +37,6 @@ class Overlay:
 
     token: Hashable
     source: Lookup = field(compare=False)
-
-
-class Identity:
-    """Equal only to an Identity of the very same object, which it keeps alive: an `id` alone can come back."""
-
-    def __init__(self, target: object) -> None:
-        self.target = target
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.target is other.target
-
-    def __hash__(self) -> int:
-        return id(self.target)
 
 
 class Override(NamedTuple):
@@ -263,13 +249,13 @@ class Served:
 
     def note(self, key: Hashable, cfg: Any, *, guessed: bool = False) -> None:
         """The call that asked was traced with `cfg`; if that was a guess, a neighbour's entry may better it."""
-        token = _token(cfg)
+        answer = token(cfg)
         with self._lock:
             answers = self._answers.setdefault(key, [])
             if _PENDING in answers:
                 answers.remove(_PENDING)
-            if token not in answers:
-                answers.append(token)
+            if answer not in answers:
+                answers.append(answer)
             if guessed:
                 self._guessed.setdefault(_group(key), set()).add(key)
 
@@ -282,15 +268,15 @@ class Served:
 
     def changed(self, key: Hashable, cfg: Any, *, transferable: bool = True) -> None:
         """The cache now holds `cfg` (None: nothing) under `key`; other calls may take it if it is transferable."""
-        token, group = _token(cfg), _group(key)
-        for_others = token if transferable else None
+        held, group = token(cfg), _group(key)
+        for_others = held if transferable else None
         with self._lock:
             answers = self._answers.get(key, [])
             guessed = self._guessed.get(group, set())
             # Neighbours notice only what is new: not what this cache held, or has served, before.
             new = self._held.get(key) != for_others and (key in guessed or not answers)
             self._held[key] = for_others
-            if all(answer == token for answer in answers) and not (new and guessed - {key}):
+            if all(answer == held for answer in answers) and not (new and guessed - {key}):
                 return
             self._answers.pop(key, None)
             self._guessed.pop(group, None)
@@ -309,49 +295,9 @@ def _group(key: Hashable) -> Hashable:
     return key[:2] if isinstance(key, tuple) and len(key) == 3 else key
 
 
-def same_cfg(a: Any, b: Any) -> bool:
-    """Whether two configs are interchangeable."""
-    return a is b or (type(a) is type(b) and identity(a) == identity(b))
-
-
-def _token(cfg: Any) -> Hashable:
-    """What a config is now, whatever becomes of the object; where that cannot be said, the object itself."""
-    try:
-        return identity(cfg)
-    except (TypeError, RecursionError):
-        return Identity(cfg)
-
-
 def token_of(mapping: Mapping[Any, Any]) -> Hashable:
     """A value that is equal for mappings with equal contents."""
-    return frozenset((key, identity(cfg)) for key, cfg in mapping.items())
-
-
-def identity(cfg: Any) -> Hashable:
-    """A value that is equal for configs that are: in all their fields, and in the types of these."""
-    if isinstance(cfg, Mapping):
-        return type(cfg), frozenset((identity(k), identity(v)) for k, v in cfg.items())
-    if isinstance(cfg, (list, tuple)):
-        return type(cfg), *map(identity, cfg)
-    if isinstance(cfg, (set, frozenset)):
-        return type(cfg), frozenset(map(identity, cfg))
-    if isinstance(cfg, np.ndarray):
-        return np.ndarray, cfg.dtype.str, cfg.shape, cfg.tobytes()
-    if is_dataclass(cfg) and not isinstance(cfg, type):
-        return type(cfg), *(identity(getattr(cfg, f.name)) for f in fields(cfg))
-    if type(cfg).__eq__ is object.__eq__ and hasattr(cfg, "__dict__") and not _is_its_name(cfg):
-        # A class of its own making that compares by address: its attributes tell.
-        return type(cfg), identity(vars(cfg))
-    try:
-        hash(cfg)
-    except TypeError:
-        return type(cfg), identity(vars(cfg))
-    return type(cfg), scalar_key(cfg)
-
-
-def _is_its_name(x: Any) -> bool:
-    """Whether something is what it is by its place, not by its contents: functions, classes, modules."""
-    return callable(x) or isinstance(x, ModuleType)
+    return frozenset((key, canonical(cfg)) for key, cfg in mapping.items())
 
 
 def is_frozen(cfg: Any) -> bool:

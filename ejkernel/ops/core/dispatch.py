@@ -39,6 +39,18 @@ def find(kernel: Kernel[Any, Any], method: str, context: str | None, platform: s
     return _first(kernel, method, suffixes)
 
 
+def method_of(kernel: Kernel[Any, Any], method: str, inv: Invocation[Any, Any]) -> Callable[..., Any] | None:
+    """The variant of `method` for the platform and the context of a call."""
+    return find(kernel, method, inv.context, inv.platform or get_device_platform())
+
+
+def guess(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
+    """The kernel's own guess for a call."""
+    found = method_of(kernel, "heuristic_cfg", inv)
+    assert found is not None, "the base class has one"
+    return found(inv)
+
+
 def _specific(context: str | None, platform: str) -> tuple[str, ...]:
     return (f"_{context}_{platform}", f"_{context}", f"_{platform}") if context else (f"_{platform}",)
 

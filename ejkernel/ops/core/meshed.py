@@ -15,7 +15,6 @@ from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import arguments
-from ejkernel.ops.utils.fingerprint import get_device_platform
 
 _RUNS = ("run", "fwd_with_residuals", "vjp", "custom_vjp", "reference")
 
@@ -35,9 +34,7 @@ class MeshedKernel(Kernel[Any, Any]):
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Any:
         """The kernel's own guess."""
-        found = dispatch.find(self.inner, "heuristic_cfg", inv.context, inv.platform or get_device_platform())
-        assert found is not None, "the base class has one"
-        return found(inv)
+        return dispatch.guess(self.inner, inv)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -51,14 +48,9 @@ class MeshedKernel(Kernel[Any, Any]):
 
     def _mapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            arrays, statics = arguments.split((args, kwargs))
-
-            def local(arrays: list[Any]) -> Any:
-                args, kwargs = arguments.merge(arrays, statics)
-                return method(*args, **kwargs)
-
+            local, arrays = arguments.on_arrays(lambda args, kwargs: method(*args, **kwargs), (args, kwargs))
             whole = PartitionSpec()
-            return jax.shard_map(local, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False)(arrays)
+            return jax.shard_map(local, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False)(*arrays)
 
         return run
 

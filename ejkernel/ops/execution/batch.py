@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.core.context import identity
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.program import Program, bounded
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.canonical import canonical
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -64,7 +64,7 @@ def vmap_with_config(
         trace = lambda args, kwargs: jax.vmap(lambda *args: run(*args, **kwargs), **options)(*args)
         return Program(found, trace)
 
-    key = _Key(("vmap", identity(options), identity(cfg)))
+    key = _Key(("vmap", canonical(options), canonical(cfg)))
     return lambda *args, **kwargs: chosen.run_mapped(found, cfg, key, program, args, kwargs)
 
 
@@ -97,7 +97,7 @@ def pmap_with_config(
     cfg = copy.deepcopy(cfg)
     options = {"out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size, "devices": devices}
     jax.pmap(_parties, in_axes=_axes(in_axes), **options)
-    key = _Key(("pmap", identity({**options, "in_axes": in_axes}), identity(cfg)))
+    key = _Key(("pmap", canonical({**options, "in_axes": in_axes}), canonical(cfg)))
     make = lambda run: _Pmapped(found.op_id, run, _axes(in_axes), options)
     return lambda *args, **kwargs: chosen.run_mapped(found, cfg, key, make, args, kwargs)
 

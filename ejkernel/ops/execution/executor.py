@@ -22,7 +22,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain, Selection
 from ejkernel.ops.core import context, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch
-from ejkernel.ops.core.context import identity, is_frozen
+from ejkernel.ops.core.context import is_frozen
 from ejkernel.ops.core.kernel import (
     PROGRAMS,
     Invocation,
@@ -49,6 +49,7 @@ from ejkernel.ops.execution.pipeline import (
 from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
 from ejkernel.ops.execution.program import REFUSED, Program, bounded
 from ejkernel.ops.utils import arguments, env
+from ejkernel.ops.utils.canonical import canonical
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 
 # Bound here, for the sake of the one look that every call takes.
@@ -201,7 +202,7 @@ class Executor:
         mesh, in_specs, out_specs = (kwargs.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
         sharding.check(mesh, in_specs, out_specs)
         make = lambda run: Program(kernel, sharding.sharded_call(run, mesh, in_specs, out_specs))
-        key = ("shard_map", mesh, identity((in_specs, out_specs, cfg)))
+        key = ("shard_map", mesh, canonical((in_specs, out_specs, cfg)))
         return self.run_mapped(kernel, cfg, key, make, args, kwargs)
 
     def compile(
@@ -287,7 +288,7 @@ class Executor:
     def _program(self, kernel: Kernel[Any, Any], cfg: Any, batches: tuple[Batch, ...] = ()) -> Program:
         _check_kernel(kernel)
         table = self._table(kernel)
-        key = (batches, identity(cfg))
+        key = (batches, canonical(cfg))
         program = table.get(key)
         if program is None:
             before = partial(_record_data, _holder(kernel)) if kernel.record_integers else None

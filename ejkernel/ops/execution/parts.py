@@ -19,7 +19,6 @@ from ejkernel.ops.core import autodiff, call, dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel, batches_around, native
 from ejkernel.ops.core.call import Flat
-from ejkernel.ops.core.context import same_cfg
 from ejkernel.ops.core.kernel import (
     Invocation,
     KernelDefinitionError,
@@ -28,6 +27,7 @@ from ejkernel.ops.core.kernel import (
 )
 from ejkernel.ops.execution.pipeline import Args, Attempt, Choice, Fixed, Kwargs, Pipeline, any_tracer, residual_pair
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.canonical import same_cfg
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,17 +16,17 @@ from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.pipeline import any_tracer, invocation, prepared
-from ejkernel.ops.offline.programs import tune_calls
+from ejkernel.ops.offline.lowered import tune_calls
 from ejkernel.ops.offline.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.offline.result import Entry as Entry
 from ejkernel.ops.tuning import shortfall
-from ejkernel.ops.tuning.outcome import Candidate as Candidate
-from ejkernel.ops.tuning.outcome import Measurement as Measurement
+from ejkernel.ops.tuning.autotuner import Autotuner as Autotuner
+from ejkernel.ops.tuning.autotuner import TuningError as TuningError
 from ejkernel.ops.tuning.outcome import Tuning as Tuning
 from ejkernel.ops.tuning.shortfall import TuningWarning as TuningWarning
+from ejkernel.ops.tuning.standings import Candidate as Candidate
+from ejkernel.ops.tuning.standings import Measurement as Measurement
 from ejkernel.ops.tuning.stopwatch import benchmark as benchmark
-from ejkernel.ops.tuning.tuner import Autotuner as Autotuner
-from ejkernel.ops.tuning.tuner import TuningError as TuningError
 
 logger = logging.getLogger("ejkernel.tuning")
 

@@ -11,39 +11,28 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import on_its_platform, source_of
+from ejkernel.ops.config.asking import on_its_platform
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.offline import specs
-from ejkernel.ops.offline.result import AutotuningResult, Entry
+from ejkernel.ops.offline.result import AutotuningResult, Entry, TunedCall
 from ejkernel.ops.store import entry as entries
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.store.persistent import PersistentCache
-from ejkernel.ops.store.provenance import collect
 from ejkernel.ops.tuning.outcome import Tuning
-from ejkernel.ops.utils.fingerprint import current_device, device_fingerprint
+from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 
 class FleetError(EjkernelError, ValueError):
     """An executor cannot be had."""
 
 
-@dataclass(frozen=True)
-class Finished:
-    """One call's outcome: an entry for the store, or the reason why there is none."""
-
-    spec: specs.Spec
-    entry: StoredEntry | None
-    error: str | None = None
-
-
 def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Tunes one call on this worker's device and returns its entry as data; runs on the worker."""
-    from ejkernel.ops.tuning.tuner import Autotuner
+    from ejkernel.ops.tuning.autotuner import Autotuner
 
     inv = specs.from_spec(spec)
     kernel = inv.kernel
@@ -52,15 +41,7 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
     tuning = Autotuner(**settings).tune(inv, kernel)
     if tuning.measurement is None:
         raise EjkernelError(unmeasured(tuning, settings.get("budget_s")))
-    made = entries.make(
-        inv.key,
-        tuning.cfg,
-        signature=inv.signature,
-        provenance=collect(source_of(kernel)) | {"timer": tuning.timer, "device": current_device().device_kind},
-        statistics=tuning.statistics(),
-        complete=tuning.complete,
-    )
-    return entries.to_data(made)
+    return entries.to_data(Entry.of(inv, kernel, tuning).stored(inv.key[0]))
 
 
 def unmeasured(tuning: Tuning, budget_s: float | None) -> str:
@@ -88,17 +69,16 @@ def tune_calls(
             sent[inv.op_id, inv.call_key] = inv, specs.to_spec(inv)
         except specs.SpecError as error:
             unmatched.append(f"{inv.op_id} {inv.call_key}: {error}")
-    for finished in tune_specs([spec for _, spec in sent.values()], executor, settings):
-        name = finished.spec["op_id"], finished.spec["call_key"]
-        if finished.entry is None:
-            unmatched.append(f"{' '.join(name)}: {finished.error}")
+    for call in tune_specs([spec for _, spec in sent.values()], executor, settings):
+        name, entry = call.key[1:], call.entry
+        if not isinstance(entry, StoredEntry):
+            unmatched.append(f"{' '.join(name)}: {call.error}")
             continue
-        entry = finished.entry
         if selector.persistent is not None and selector.persist_autotune:
             entry = keep(selector.persistent, entry)
         cfg = entry.typed(sent[name][0].kernel.cfg_type).cfg
         selector.cache.put(*entry.place, cfg)
-        found.setdefault(entry.place.device, []).append(Entry(*name, cfg, entry.statistics))
+        found.setdefault(entry.place.device, []).append(Entry.read(entry, cfg))
     here = device_fingerprint()
     device = here if here in found else min(found, default=here)
     elsewhere = [(e, d) for d, each in found.items() if d != device for e in each]
@@ -116,7 +96,7 @@ def keep(cache: PersistentCache, entry: StoredEntry) -> StoredEntry:
 
 
 def _settings(tuner: Any) -> dict[str, Any]:
-    from ejkernel.ops.tuning.tuner import Autotuner
+    from ejkernel.ops.tuning.autotuner import Autotuner
 
     if tuner is None:
         return {}
@@ -127,17 +107,17 @@ def _settings(tuner: Any) -> dict[str, Any]:
 
 def tune_specs(
     calls: Iterable[specs.Spec], executor: Executor, settings: Mapping[str, Any] | None = None
-) -> Iterator[Finished]:
+) -> Iterator[TunedCall]:
     """Tunes each distinct call on one worker, and yields the outcomes as they come in.
 
     Forwards go first, because a backward is measured on what its forward leaves.
     """
     distinct = {(spec["op_id"], spec["call_key"]): spec for spec in calls}
     chosen: dict[tuple[str, str], Any] = {}
-    for finished in _wave([s for s in distinct.values() if not s["backward"]], executor, settings):
-        if finished.entry is not None:
-            chosen[finished.spec["op_id"], finished.spec["call_key"]] = finished.entry.cfg_data
-        yield finished
+    for call in _wave([s for s in distinct.values() if not s["backward"]], executor, settings):
+        if isinstance(call.entry, StoredEntry):
+            chosen[call.key[1:]] = call.entry.cfg_data
+        yield call
     backwards = [
         {**s, "forward_cfg": chosen.get(tuple(s["forward"]), s["forward_cfg"])}
         for s in distinct.values()
@@ -146,23 +126,22 @@ def tune_specs(
     yield from _wave(backwards, executor, settings)
 
 
-def _wave(calls: list[specs.Spec], executor: Executor, settings: Mapping[str, Any] | None) -> Iterator[Finished]:
+def _wave(calls: list[specs.Spec], executor: Executor, settings: Mapping[str, Any] | None) -> Iterator[TunedCall]:
     waiting: dict[Future[dict[str, Any]], specs.Spec] = {}
     for spec in calls:
         try:
             waiting[executor.submit(tune_spec, spec, dict(settings or {}))] = spec
         except Exception as error:  # noqa: BLE001 - a pool that broke meanwhile; what it has finished still counts.
-            yield Finished(spec, None, f"{type(error).__name__}: {error}")
+            yield TunedCall(specs.key_of(spec), None, f"{type(error).__name__}: {error}")
     try:
         for future in as_completed(waiting):
-            spec = waiting[future]
-            error = future.exception()
+            key, error = specs.key_of(waiting[future]), future.exception()
             if error is not None:
                 # Whatever broke on a worker concerns this call alone; the others go on.
                 known = isinstance(error, EjkernelError)
-                yield Finished(spec, None, str(error) if known else f"{type(error).__name__}: {error}")
+                yield TunedCall(key, None, str(error) if known else f"{type(error).__name__}: {error}")
             else:
-                yield Finished(spec, entries.from_data(future.result()))
+                yield TunedCall(key, entries.from_data(future.result()))
     finally:
         for future in waiting:  # After Ctrl-C: what has not begun need not.
             future.cancel()

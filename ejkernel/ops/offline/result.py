@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.config.asking import source_of
 from ejkernel.ops.config.cache import overlay_cache
-from ejkernel.ops.store.entry import plain
-from ejkernel.ops.utils import jsontext
-from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
-
-SCHEMA = 1
-MAX_BYTES = 256 << 20
+from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.store import entry as entries
+from ejkernel.ops.store import files, packs
+from ejkernel.ops.store.entry import StoredEntry
+from ejkernel.ops.store.provenance import collect
+from ejkernel.ops.utils.fingerprint import current_device, device_fingerprint
+from ejkernel.ops.utils.serialize import decode_cfg
 
 
 class ResultFileError(EjkernelError, ValueError):
@@ -33,6 +34,43 @@ class Entry:
     call_key: str
     cfg: Any
     statistics: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    signature: Mapping[str, Any] | None = field(default=None, compare=False)
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    complete: bool = field(default=True, compare=False)
+
+    @classmethod
+    def of(cls, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuning: Any) -> Entry:
+        """What a tuning has found for a call."""
+        measured = {"timer": tuning.timer, "device": current_device().device_kind}
+        provenance = collect(source_of(kernel)) | measured
+        statistics = tuning.statistics()
+        return cls(inv.op_id, inv.call_key, tuning.cfg, statistics, inv.signature, provenance, tuning.complete)
+
+    @classmethod
+    def read(cls, entry: StoredEntry, cfg: Any) -> Entry:
+        """What the store has for a call, with its config."""
+        _, op_id, call_key = entry.place
+        return cls(op_id, call_key, cfg, entry.statistics, entry.signature, entry.provenance, entry.complete)
+
+    def stored(self, device: str) -> StoredEntry:
+        """The same for the store."""
+        return entries.make(
+            (device, self.op_id, self.call_key),
+            self.cfg,
+            signature=self.signature,
+            provenance=self.provenance,
+            statistics=self.statistics,
+            complete=self.complete,
+        )
+
+
+@dataclass(frozen=True)
+class TunedCall:
+    """What became of a call that was to be tuned: an entry, or the reason why there is none."""
+
+    key: tuple[str, str, str]
+    entry: Entry | StoredEntry | None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,33 +130,32 @@ class AutotuningResult:
         return len(self.entries)
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file that `load` reads back."""
-        entries = [
-            {"op_id": e.op_id, "call_key": e.call_key, "cfg": encode_cfg(e.cfg), "statistics": plain(e.statistics)}
-            for e in self.entries
-        ]
+        """Writes a JSON file that `load` reads back, and that is a pack: `EJKERNEL_CACHE_PACKS` may name it."""
         data = {
-            "schema": SCHEMA,
-            "kind": "ejkernel tuning result",
+            "ejkernel_pack": packs.FORMAT,
+            "schema": packs.FORMAT,
+            "kind": packs.RESULT,
             "device": self.device,
-            "entries": entries,
+            "entries": [entries.to_data(e.stored(self.device)) for e in self.entries],
             "unmatched": list(self.unmatched),
         }
-        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+        files.write(Path(path).absolute(), json.dumps(data, indent=1, allow_nan=False).encode() + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> AutotuningResult:
-        """Reads what `dump` wrote; the configs' classes must be imported already."""
+        """Reads what `dump` wrote, or any pack of one device; the configs' classes must be imported already."""
         try:
-            data = jsontext.parse(Path(path).read_bytes(), max_bytes=MAX_BYTES)
-            if data["schema"] != SCHEMA:
-                raise ResultFileError(f"{path}: written with schema {data['schema']!r}, this version reads {SCHEMA}.")
-            entries = [
-                Entry(e["op_id"], e["call_key"], decode_cfg(e["cfg"]), e.get("statistics", {})) for e in data["entries"]
-            ]
-            return cls(data["device"], tuple(entries), tuple(data.get("unmatched", ())))
-        except (jsontext.JsonTextError, KeyError, TypeError) as error:
-            raise ResultFileError(f"{path}: not a tuning result of ejkernel ({error!r}).") from error
+            pack = packs.read(path)
+        except packs.PackError as error:
+            raise ResultFileError(str(error)) from error
+        if pack.problems:
+            raise ResultFileError(f"{path}: {pack.problems[0]}")
+        named = [] if pack.device is None else [pack.device]
+        devices = sorted({*named, *(entry.place.device for entry in pack.entries)})
+        if len(devices) != 1:
+            raise ResultFileError(f"{path}: a result is of one device, this has {', '.join(devices) or 'none'}.")
+        found = [Entry.read(entry, decode_cfg(entry.cfg_data)) for entry in pack.entries]
+        return cls(devices[0], tuple(found), pack.unmatched)
 
 
 class ResultOverlay(Mapping[tuple[str, str, str], Any]):

@@ -29,6 +29,7 @@ from ejkernel.ops.core.kernel import PROGRAMS, Invocation, Kernel
 from ejkernel.ops.utils import classes, jsontext, tagged
 from ejkernel.ops.utils.fingerprint import short_hash
 from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
+from ejkernel.ops.utils.shapes import wrong
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
@@ -285,14 +286,15 @@ def add(specs: Iterable[Spec], path: str | os.PathLike[str]) -> None:
         if path not in _known or not path.exists():
             held = read(path) if path.exists() else []
             write(held, path)  # The lines that others have added become part of the document.
-            _known[path] = {_key(spec): short_hash(spec) for spec in held}
-        new = {_key(spec): spec for spec in specs if _known[path].get(_key(spec)) != short_hash(spec)}
+            _known[path] = {key_of(spec): short_hash(spec) for spec in held}
+        new = {key_of(spec): spec for spec in specs if _known[path].get(key_of(spec)) != short_hash(spec)}
         for spec in new.values():
             files.append_line(path, spec)
         _known[path] |= {key: short_hash(spec) for key, spec in new.items()}
 
 
-def _key(spec: Spec) -> tuple[str, str, str]:
+def key_of(spec: Spec) -> tuple[str, str, str]:
+    """Device, op id and call key."""
     return spec["device"], spec["op_id"], spec["call_key"]
 
 
@@ -300,7 +302,7 @@ def write(specs: Iterable[Spec], path: str | os.PathLike[str]) -> None:
     """Writes a record file in one step, each call once."""
     from ejkernel.ops.store import files
 
-    distinct = {_key(spec): spec for spec in specs}
+    distinct = {key_of(spec): spec for spec in specs}
     data = {"ejkernel_record": FORMAT, "calls": [distinct[key] for key in sorted(distinct)]}
     files.write(Path(path).absolute(), json.dumps(data, indent=1, allow_nan=False).encode() + b"\n")
 
@@ -321,12 +323,9 @@ def read(path: str | os.PathLike[str]) -> list[Spec]:
         raise SpecError(f"{path}: is not a record of calls of format {FORMAT}. EJKERNEL_OPS_RECORD=1 writes one.")
     calls = [*data["calls"], *_added(lines, path)]
     for index, call in enumerate(calls):
-        wrong = [
-            name for name, kind in _FIELDS.items() if not isinstance(call, dict) or not isinstance(call.get(name), kind)
-        ]
-        if wrong:
-            raise SpecError(f"{path}: call {index} lacks {', '.join(wrong)}, or they are of the wrong kind.")
-    return list({_key(call): call for call in calls}.values())
+        if (fault := wrong(call, _SHAPE, f"call {index}")) is not None:
+            raise SpecError(f"{path}: {fault}.")
+    return list({key_of(call): call for call in calls}.values())
 
 
 def _added(lines: bytes, path: str | os.PathLike[str]) -> Iterator[Any]:
@@ -337,7 +336,7 @@ def _added(lines: bytes, path: str | os.PathLike[str]) -> Iterator[Any]:
             logger.warning("%s: a call that was not written to its end is left out (%s)", path, error)
 
 
-_FIELDS: dict[str, Any] = {
+_SHAPE = {
     "device": str,
     "op_id": str,
     "call_key": str,

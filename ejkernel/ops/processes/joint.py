@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ejkernel.ops.config.asking import heuristic
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigNotFoundError
-from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.processes.agreement import Agreement, Data, DecisionError
 from ejkernel.ops.utils import classes
+from ejkernel.ops.utils.canonical import same_cfg
 from ejkernel.ops.utils.fingerprint import device_kind, short_hash
 from ejkernel.ops.utils.serialize import ConfigEncodeError, decode_cfg, encode_cfg
 
@@ -167,7 +167,7 @@ class JointSelection:
             # Only now: the others have an answer, and this process knows it too.
             raise failure
         cfg = agreed.cfg if agreed is not None else _checked(found)
-        return tuning if context.same_cfg(tuning.cfg, cfg) else replace(tuning, cfg=cfg)
+        return tuning if same_cfg(tuning.cfg, cfg) else replace(tuning, cfg=cfg)
 
     def _next_tuning(self, base: str) -> str:
         """The place of the first tuning of a call that has not come to its end."""

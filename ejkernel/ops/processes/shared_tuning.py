@@ -18,6 +18,7 @@ from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.processes.agreement import Agreement, Data
 from ejkernel.ops.processes.joint import JointTuningWarning
 from ejkernel.ops.tuning import search
+from ejkernel.ops.tuning.autotuner import Autotuner
 from ejkernel.ops.tuning.bench import Bench, Built, Rejected
 from ejkernel.ops.tuning.history import History
 from ejkernel.ops.tuning.outcome import Tuning
@@ -25,7 +26,6 @@ from ejkernel.ops.tuning.problem import Outline, from_call, outline
 from ejkernel.ops.tuning.search.space import MAX_LISTED
 from ejkernel.ops.tuning.session import Session, TuningError
 from ejkernel.ops.tuning.timers import Call
-from ejkernel.ops.tuning.tuner import Autotuner
 from ejkernel.ops.utils.serialize import decode_cfg, encode_cfg
 
 CALLS = 7
@@ -38,20 +38,20 @@ class PeerLostError(EjkernelError, RuntimeError):
     """A process that takes part in a tuning does not answer."""
 
 
-def shared(
+def share(
     tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, name: str, claim: Data
 ) -> Any:
     """What `tuner` becomes when all processes measure; tuners of other people's making stay as they are."""
     if not isinstance(tuner, Autotuner):
         return tuner
-    place, together = Place(agreement, name, policy.agree_s), claim["together"]
+    meeting, together = Meeting(agreement, name, policy.agree_s), claim["together"]
     if kernel.collective:
-        return TogetherTuner(tuner, place, together)
-    return ShardedTuner(tuner, place, claim["claimer"]) if policy.sharded and together else tuner
+        return TogetherTuner(tuner, meeting, together)
+    return ShardedTuner(tuner, meeting, claim["claimer"]) if policy.sharded and together else tuner
 
 
 @dataclass(frozen=True)
-class Place:
+class Meeting:
     """Where the processes that tune one call leave things for each other."""
 
     agreement: Agreement
@@ -78,19 +78,19 @@ class ShardedTuner:
     """Each process races its share of the candidates; the one that decides then races the winners."""
 
     tuner: Autotuner
-    place: Place
+    meeting: Meeting
     decider: int
     """The process that has claimed the call."""
 
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Tuning:
         """The final's outcome in the process that decides, the own share's in the others."""
-        agreement, what = self.place.agreement, outline(inv, kernel, configs)
+        agreement, what = self.meeting.agreement, outline(inv, kernel, configs)
         listed = list(itertools.islice(search.Space.of(what.space, what.guess), MAX_LISTED))
         share = lambda process: listed[process :: agreement.count]
         try:
             mine = self._race(inv, kernel, what, share(agreement.index))
         except BaseException:
-            self.place.leave("share")
+            self.meeting.leave("share")
             raise
         winners = self._winners(kernel, mine)
         if agreement.index != self.decider:
@@ -109,7 +109,7 @@ class ShardedTuner:
             return _unmeasured(what)
 
     def _winners(self, kernel: Kernel[Any, Any], mine: Tuning) -> dict[int, Any]:
-        found = self.place.exchange("share", None if mine.measurement is None else encode_cfg(mine.cfg))
+        found = self.meeting.exchange("share", None if mine.measurement is None else encode_cfg(mine.cfg))
         return {p: None if data is None else decode_cfg(data, kernel.cfg_type) for p, data in found.items()}
 
 
@@ -121,7 +121,7 @@ class TogetherTuner:
     """All processes run every candidate at the same time, as a kernel that communicates needs."""
 
     tuner: Autotuner
-    place: Place
+    meeting: Meeting
     together: bool
     """Whether all processes have come."""
 
@@ -129,10 +129,10 @@ class TogetherTuner:
         """The same outcome in every process; only a guess if one of them did not come, or was lost."""
         what = outline(inv, kernel, configs)
         if not self.together:
-            return self._guess(inv, what, f"not all have come within {self.place.timeout_s:g} s.")
+            return self._guess(inv, what, f"not all have come within {self.meeting.timeout_s:g} s.")
         # All must go in step: a budget ends at another candidate in each process, and hosts differ in cores.
         effort = replace(self.tuner.effort(), budget_s=None, build_at_once=BUILD_AT_ONCE)
-        steps = Steps(self.place)
+        steps = Steps(self.meeting)
 
         def run(stop: threading.Event) -> Tuning:
             bench = lambda: TogetherBench(self._bench(inv, kernel), steps)
@@ -174,8 +174,8 @@ class CountedClock:
 class Steps:
     """What all processes do together, or none: nobody may run what communicates when another one has given up."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
         self._done = 0
 
     def together(self, value: Any) -> list[Any]:
@@ -184,20 +184,20 @@ class Steps:
         Raises:
           PeerLostError: One did not come in time; raised in every process, also in those that come later.
         """
-        everybody, step = range(self._place.agreement.count), self._step()
-        found = self._place.exchange(step, value)
+        everybody, step = range(self._meeting.agreement.count), self._step()
+        found = self._meeting.exchange(step, value)
         # The first verdict counts: who waited too long and who saw all come may both be right.
-        verdict = self._place.agreement.insert(f"{self._place.name}/{step}/verdict", _lost(found, everybody))
+        verdict = self._meeting.agreement.insert(f"{self._meeting.name}/{step}/verdict", _lost(found, everybody))
         if verdict:
             raise PeerLostError(f"processes {verdict} have left the tuning.")
         if _lost(found, everybody):
-            found = self._place.exchange(step, value)  # All have come, says the one that has seen them.
+            found = self._meeting.exchange(step, value)  # All have come, says the one that has seen them.
         self._done += 1
         return [found[process] for process in everybody]
 
     def leave(self) -> None:
         """Ends the tuning for all, at the step that they wait at."""
-        self._place.leave(self._step())
+        self._meeting.leave(self._step())
 
     def _step(self) -> str:
         return f"bench/{self._done}"

@@ -13,6 +13,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.ops.store import places
 from ejkernel.ops.store.places import Place
 from ejkernel.ops.utils import jsontext, serialize, tagged
+from ejkernel.ops.utils.shapes import wrong
 
 SCHEMA = 1
 SOURCE_CHANGED = "kernel source changed"
@@ -140,13 +141,12 @@ def from_data(data: Any, layer: str = "store", origin: Origin = "tuned") -> Stor
         raise EntryError("not an entry of the store (no schema).")
     if data["schema"] != SCHEMA:
         raise EntryError(f"written with schema {data['schema']!r}, this version reads {SCHEMA}. Upgrade ejkernel.")
-    for name, kind in _KINDS.items():
-        if not isinstance(data.get(name), kind):
-            raise EntryError(f"{name!r} is missing or of the wrong kind.")
+    if (fault := wrong(data, _SHAPE)) is not None:
+        raise EntryError(f"{fault}.")
     return StoredEntry(
         key=_key(data),
         cfg_data=data["cfg"],
-        signature=data.get("signature"),
+        signature=data["signature"],
         provenance=data["provenance"],
         statistics=data["statistics"],
         complete=data["complete"],
@@ -155,11 +155,11 @@ def from_data(data: Any, layer: str = "store", origin: Origin = "tuned") -> Stor
     )
 
 
-_KINDS: dict[str, Any] = {
+_SHAPE = {
     "device": str,
     "op_id": str,
     "call_key": str,
-    "signature": (dict, type(None)),
+    "signature": (dict, None),
     "cfg": dict,
     "provenance": dict,
     "statistics": dict,

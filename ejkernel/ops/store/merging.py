@@ -14,7 +14,6 @@ from ejkernel.ops.store.places import Place
 from ejkernel.ops.utils.fingerprint import stable_json
 
 Keep = Literal["better", "mine", "theirs"]
-KEEP: tuple[Keep, ...] = ("better", "mine", "theirs")
 
 
 def better(a: StoredEntry, b: StoredEntry) -> StoredEntry:
@@ -98,7 +97,8 @@ def differences(left: Iterable[StoredEntry], right: Iterable[StoredEntry]) -> li
 
 def same(a: StoredEntry, b: StoredEntry) -> bool:
     """Whether two entries say the same, measurement and all."""
-    parts = lambda e: [e.key, e.signature, e.cfg_data, e.complete, e.statistics, e.provenance]
+    # As text: 1, 1.0 and True are equal in Python and different in a config.
+    parts = lambda e: stable_json([e.key, e.signature, e.cfg_data, e.complete, e.statistics, e.provenance])
     return parts(a) == parts(b)
 
 

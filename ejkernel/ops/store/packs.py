@@ -19,11 +19,14 @@ from ejkernel.ops.store import entry as entries
 from ejkernel.ops.store import files
 from ejkernel.ops.store.entry import EntryError, StoredEntry
 from ejkernel.ops.utils import jsontext
+from ejkernel.ops.utils.shapes import wrong
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
 ENTRY_POINTS = "ejkernel.packs"
 VARIABLE = "EJKERNEL_CACHE_PACKS"
+RESULT = "ejkernel tuning result"
+"""What the file of an `AutotuningResult` says that it is."""
 
 # A colon that separates packs also stands behind a URL's scheme, before its port, and in its user or IPv6 address.
 _URL_OR_PATH = re.compile(
@@ -37,11 +40,16 @@ class PackError(EjkernelError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """What a pack file holds; `problems` says which of its entries are unreadable."""
+    """What a pack file holds; `problems` says which of its entries are unreadable.
+
+    The file of an `AutotuningResult` is a pack that also says of which device it is, and which calls were not tuned.
+    """
 
     name: str
     entries: list[StoredEntry]
     problems: list[str]
+    device: str | None = None
+    unmatched: tuple[str, ...] = ()
 
 
 def is_remote(source: str) -> bool:
@@ -65,16 +73,35 @@ def read(source: str | os.PathLike[str]) -> Pack:
         data = jsontext.parse(_fetch(text), max_bytes=MAX_BYTES)
     except (jsontext.JsonTextError, OSError) as e:
         raise PackError(f"{text}: {e}") from e
-    if not isinstance(data, dict) or data.get("ejkernel_pack") != FORMAT or not isinstance(data.get("entries"), list):
+    is_result = isinstance(data, dict) and data.get("kind") == RESULT
+    if not isinstance(data, dict) or data.get("schema" if is_result else "ejkernel_pack") != FORMAT:
         raise PackError(f"{text}: is not a pack of format {FORMAT}. `ejkernel cache export` writes one.")
+    if (fault := wrong(data, _RESULT_SHAPE if is_result else _SHAPE)) is not None:
+        raise PackError(f"{text}: {fault}.")
     name = str(data.get("name") or name_of(text))
     good, problems = [], []
     for i, item in enumerate(data["entries"]):
         try:
-            good.append(entries.from_data(item, name, "pack"))
+            good.append(entries.from_data(_whole(item, data) if is_result else item, name, "pack"))
         except EntryError as e:
             problems.append(f"entry {i}: {e}")
-    return Pack(name=name, entries=good, problems=problems)
+    return Pack(
+        name=name,
+        entries=good,
+        problems=problems,
+        device=data["device"] if is_result else None,
+        unmatched=tuple(data.get("unmatched", ())) if is_result else (),
+    )
+
+
+_SHAPE = {"entries": list}
+_RESULT_SHAPE = {"entries": list, "device": str, "unmatched?": [str]}
+
+
+def _whole(item: Any, result: Mapping[str, Any]) -> Any:
+    """An entry of a result, which earlier versions wrote without what all of its entries share."""
+    shared = {"schema": entries.SCHEMA, "device": result["device"], "signature": None, "complete": True}
+    return {**shared, "provenance": {}, "statistics": {}, **item} if isinstance(item, dict) else item
 
 
 def to_text(items: Iterable[StoredEntry], name: str) -> Iterator[str]:

@@ -25,7 +25,7 @@ _TEMPORARY = re.compile(re.escape(files.TEMPORARY) + r"(?P<host>[0-9a-f]{8})-(?P
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class Finding:
     """Something that is wrong with a file, or just worth knowing."""
 
     where: str
@@ -33,7 +33,7 @@ class Problem:
     text: str
 
 
-def verify(source: str | os.PathLike[str]) -> Iterator[Problem]:
+def verify(source: str | os.PathLike[str]) -> Iterator[Finding]:
     """What is wrong with a store's directory, or with a pack."""
     path = Path(source).expanduser() if not packs.is_remote(os.fspath(source)) else None
     if path is not None and path.is_dir():
@@ -69,50 +69,50 @@ def prune(
     return gone
 
 
-def _verify_directory(store: StoreFiles) -> Iterator[Problem]:
+def _verify_directory(store: StoreFiles) -> Iterator[Finding]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", files.StoreWarning)
         paths = list(store.scan())
     for warning in told:
-        yield Problem(where=str(store.root), level="error", text=str(warning.message))
+        yield Finding(where=str(store.root), level="error", text=str(warning.message))
     for path in paths:
         try:
             entry = layers.read_entry(path)
         except (EntryError, OSError) as e:
-            yield Problem(where=str(path), level="error", text=str(e))
+            yield Finding(where=str(path), level="error", text=str(e))
         else:
             yield from _verify_entry(entry, str(path))
     for path in store.all_files():
         if _is_set_aside(path):
-            yield Problem(where=str(path), level="note", text="was unreadable and has been set aside.")
+            yield Finding(where=str(path), level="note", text="was unreadable and has been set aside.")
 
 
-def _verify_pack(source: str) -> Iterator[Problem]:
+def _verify_pack(source: str) -> Iterator[Finding]:
     try:
         pack = packs.read(source)
     except (packs.PackError, OSError) as e:
-        yield Problem(where=source, level="error", text=str(e))
+        yield Finding(where=source, level="error", text=str(e))
         return
-    yield from (Problem(where=source, level="error", text=text) for text in pack.problems)
+    yield from (Finding(where=source, level="error", text=text) for text in pack.problems)
     seen: set[Any] = set()
     for entry in pack.entries:
         where = f"{source}: {'/'.join(entry.place)}"
         if entry.place in seen:
-            yield Problem(where=where, level="error", text="is there twice.")
+            yield Finding(where=where, level="error", text="is there twice.")
         seen.add(entry.place)
         yield from _verify_entry(entry, where)
 
 
-def _verify_entry(entry: StoredEntry, where: str) -> Iterator[Problem]:
+def _verify_entry(entry: StoredEntry, where: str) -> Iterator[Finding]:
     if entry.signature is not None and short_hash(entry.signature) != entry.place.call_key:
         # Not an error: a kernel may build its own keys.
-        yield Problem(where=where, level="note", text="its call key is not the hash of its signature.")
+        yield Finding(where=where, level="note", text="its call key is not the hash of its signature.")
     try:
         serialize.decode_cfg(entry.cfg_data, named_only=True)
     except serialize.UnknownClassError:
         pass  # Only the program that has the class can tell.
     except serialize.ConfigMismatchError as e:
-        yield Problem(where=where, level="error", text=str(e))
+        yield Finding(where=where, level="error", text=str(e))
 
 
 def _is_set_aside(path: Path) -> bool:

@@ -29,7 +29,7 @@ from ejkernel.ops.tuning.problem import Problem
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import short_hash
 
-Outcome = Literal["failed", "wrong"]
+Fault = Literal["failed", "wrong"]
 
 _CALLBACK = re.compile(r"custom_call @\w*callback")
 
@@ -50,7 +50,7 @@ class Built:
 class Rejected:
     """A candidate that may not race, and why."""
 
-    outcome: Outcome
+    outcome: Fault
     reason: str
     limit: tuple[str, float] | None = None
     """The limit that it broke, by name: a wider one gives it another chance."""
@@ -79,9 +79,10 @@ class Bench:
         compile_s: float = 600.0,
     ) -> None:
         self.problem = problem
-        arrays, self._statics = arguments.split((problem.args, problem.kwargs))
+        arrays, statics = arguments.split((problem.args, problem.kwargs))
         # On the device once and for all: what a call costs is not what copying its arguments costs.
         self._arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
+        self._tree = arguments.merge(self._arrays, statics)
         self._cold = cold
         self._num_warmup = max(1, num_warmup)
         self._compile_s = compile_s
@@ -108,8 +109,8 @@ class Bench:
         try:
             fn = self.problem.make_fn(cfg)
             # A fresh function for each candidate: JAX caches by function, and some caches forget the config.
-            program = jax.jit(lambda arrays: _call(fn, arguments.merge(arrays, self._statics)))
-            lowered = program.lower(self._arrays)
+            run, arrays = arguments.on_arrays(lambda args, kwargs: fn(*args, **kwargs), self._tree)
+            lowered = jax.jit(run).lower(*arrays)
             compiled = lowered.compile()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a candidate's failure is a result.
             return _failed(error)
@@ -127,7 +128,7 @@ class Bench:
         reference = self.problem.reference
         if reference is None:
             return 0.0
-        return flops_of(lambda arrays: _call(reference, arguments.merge(arrays, self._statics)), self._arrays)
+        return flops_of(lambda args, kwargs: reference(*args, **kwargs), *self._tree)
 
     def set_truth(self, number: int | None) -> None:
         """Takes a candidate's output, or the problem's own truth, as the right answer."""
@@ -135,24 +136,24 @@ class Bench:
             assert self.problem.truth is not None
             self._truth = jax.block_until_ready(self.problem.truth())
         else:
-            self._truth = jax.block_until_ready(self._compiled[number](self._arrays))
+            self._truth = jax.block_until_ready(self._compiled[number](*self._arrays))
 
     def prove(self, number: int) -> Rejected | None:
         """Runs a candidate, compares its output with the truth, and warms it up."""
         compiled = self._compiled[number]
         try:
-            out = jax.block_until_ready(compiled(self._arrays))
+            out = jax.block_until_ready(compiled(*self._arrays))
             reason = self.problem.mismatch(out, self._truth)
             for _ in range(self._num_warmup - 1):
-                jax.block_until_ready(compiled(self._arrays))
+                jax.block_until_ready(compiled(*self._arrays))
         except KernelDefinitionError:
             raise  # No candidate is to blame.
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             return _failed(error)
         if reason is not None:
             return Rejected("wrong", reason)
-        call = functools.partial(compiled, self._arrays)
-        self._calls[number] = timers.cold(compiled, (self._arrays,)) if self._cold else call
+        call = functools.partial(compiled, *self._arrays)
+        self._calls[number] = timers.cold(compiled, self._arrays) if self._cold else call
         return None
 
     def prove_gradient(self, cfg: Any) -> Rejected | None:
@@ -228,11 +229,6 @@ def _carried(job: Callable[[], Built | Rejected]) -> Callable[[], Built | Reject
             return job()
 
     return lambda: variables.run(inside)
-
-
-def _call(fn: Callable[..., Any], arguments_: Any) -> Any:
-    args, kwargs = arguments_
-    return fn(*args, **kwargs)
 
 
 def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float) -> list[Built | Rejected]:

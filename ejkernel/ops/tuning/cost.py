@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from ejkernel.ops.utils import arguments
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -33,10 +35,11 @@ def cost_of(compiled: Any, least_flops: float = 0.0) -> Cost | None:
     return Cost(flops=max(float(flops), least_flops), bytes=float(moved))
 
 
-def flops_of(fn: Callable[..., Any], *args: Any) -> float:
-    """Operations of a function, counted without compiling it; 0 where nobody can tell."""
+def flops_of(fn: Callable[..., Any], *tree: Any) -> float:
+    """Operations of `fn(*tree)`, counted without compiling it; 0 where nobody can tell."""
     try:
-        analysis = jax.jit(fn).lower(*args).cost_analysis()
+        run, arrays = arguments.on_arrays(fn, tree)
+        analysis = jax.jit(run).lower(*arrays).cost_analysis()
     except Exception:  # noqa: BLE001 - a reference need not be traceable, and a figure for reports never stops a tuning.
         return 0.0
     return max(float(analysis.get("flops", 0)), 0.0) if isinstance(analysis, Mapping) else 0.0

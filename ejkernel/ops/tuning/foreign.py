@@ -11,9 +11,9 @@ from ejkernel.ops.config.asking import candidates, heuristic
 from ejkernel.ops.config.selection import Tuner
 from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.tuning.autotuner import Autotuner, TunerSettingError
 from ejkernel.ops.tuning.problem import from_call
 from ejkernel.ops.tuning.search.space import MAX_LISTED, Space
-from ejkernel.ops.tuning.tuner import Autotuner, TunerSettingError
 from ejkernel.ops.tuning.workers import run_outside
 
 
@@ -54,7 +54,7 @@ class ProtocolTuner:
         return Chosen(run_outside(run, contexts=[context.same_scope()]))
 
 
-def made(tuner: Any) -> Any:
+def as_tuner(tuner: Any) -> Any:
     """What measures for a selector that was given `tuner`: ours by default, or a foreign one with what ours has.
 
     Raises:

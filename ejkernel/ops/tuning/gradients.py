@@ -15,10 +15,10 @@ import numpy as np
 from ejkernel.ops.config.asking import heuristic, run_with
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.context import same_cfg
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.tuning.truth import once
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.canonical import same_cfg
 
 logger = logging.getLogger("ejkernel.tuning")
 
@@ -162,8 +162,8 @@ def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn(args, kwargs)` compiled as one program, static leaves as they are."""
 
     def call(*tree: Any) -> Any:
-        arrays, statics = arguments.split(tree)
-        return jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics)))(arrays)
+        run, arrays = arguments.on_arrays(fn, tree)
+        return jax.jit(run)(*arrays)
 
     return call
 

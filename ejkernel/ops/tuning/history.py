@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
-from ejkernel.errors import EjkernelError
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.store.provenance import collect
-from ejkernel.ops.tuning.bench import Outcome, Rejected
-from ejkernel.ops.tuning.outcome import Measurement
-from ejkernel.ops.tuning.standings import Ratio
-from ejkernel.ops.utils import classes
+from ejkernel.ops.tuning.bench import Fault, Rejected
+from ejkernel.ops.tuning.standings import Measurement, Ratio
 from ejkernel.ops.utils.fingerprint import short_hash
-from ejkernel.ops.utils.serialize import encode_cfg
+from ejkernel.ops.utils.serialize import cfg_id
+from ejkernel.ops.utils.shapes import wrong
 from ejkernel.ops.utils.source import source_hash
 
 _COMPARABLE = ("jax", "jaxlib", "driver")
 _SPACE = ("config_space", "candidate_cfgs", "heuristic_cfg")
 """Methods that say what to try, and change nothing about what was tried."""
-
-
-def cfg_id(cfg: Any) -> str:
-    """A config's name among the trials of a call; by its text where it is more than data."""
-    try:
-        return short_hash(encode_cfg(cfg))
-    except EjkernelError:
-        return short_hash(repr(cfg))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,74 +28,46 @@ class Decided:
     Attributes:
       winner: Who won, by `cfg_id`.
       seconds: Time of every entrant, and of those that share a program with one.
-      measurement: The winner's, as data.
-      speedup: Over the guess, as data.
+      measurement: The winner's.
+      speedup: Over the guess.
     """
 
     winner: str
     seconds: Mapping[str, float] = field(default_factory=dict)
-    measurement: Mapping[str, Any] | None = None
-    speedup: Mapping[str, Any] | None = None
+    measurement: Measurement | None = None
+    speedup: Ratio | None = None
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Self:
+        """The race that a file tells of."""
+        kinds = {"measurement": Measurement, "speedup": Ratio}
+        parts: dict[str, Any] = {k: kinds[k](**data[k]) for k in kinds if data.get(k) is not None}
+        return cls(**{**data, **parts})
 
 
 def _is_sound(record: Mapping[str, Any]) -> bool:
     """Whether a line of a file is what this version writes: another may write more, and a damaged one anything."""
-    try:
-        return all(is_right(record[kind]) for kind, is_right in _CHECKS.items() if kind in record)
-    except (TypeError, KeyError, AttributeError):
-        return False
-
-
-def _is_rejected(each: Mapping[str, Any]) -> bool:
-    limit = each.get("limit")
-    is_limit = limit is None or (len(limit) == 2 and _is_text(limit[0]) and _is_time(limit[1]))
-    return is_limit and each["outcome"] in get_args(Outcome) and all(map(_is_text, (each["id"], each["reason"])))
-
-
-def _is_decided(each: Mapping[str, Any]) -> bool:
-    race = Decided(**each)
-    parts = [(Measurement, race.measurement), (Ratio, race.speedup)]
-    fit = all(data is None or _is_made_of(kind, data) for kind, data in parts)
-    return fit and _is_text(race.winner) and _is_times(race.seconds)
-
-
-def _is_made_of(kind: type, data: Mapping[str, Any]) -> bool:
-    """Whether the fields of a dataclass of numbers and texts are there, each of its type."""
-    made, hints = kind(**data), classes.hints(kind)
-    allowed = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
-    return all(
-        isinstance(value := getattr(made, name), kinds) or (float in kinds and type(value) is int)
-        for name, kinds in allowed.items()
-    )
-
-
-def _is_race(each: Mapping[str, Any]) -> bool:
-    return isinstance(each["goes_on"], bool) and _is_text(each["clock"]) and all(map(_is_text, each["entrants"]))
-
-
-def _is_times(each: Mapping[str, Any]) -> bool:
-    return all(map(_is_time, each.values()))
+    return all(wrong(record[kind], shape) is None for kind, shape in _SHAPES if kind in record)
 
 
 def _is_time(value: Any) -> bool:
+    """A positive number."""
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_limit(value: Any) -> bool:
+    """The name of a limit and its value."""
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_time(value[1])
 
 
-def _is_proof(each: Mapping[str, Any]) -> bool:
-    return _is_text(each["id"]) and (each["reason"] is None or _is_text(each["reason"]))
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "proof": _is_proof,
-    "rejected": _is_rejected,
-    "decided": _is_decided,
-    "race": _is_race,
-    "round": _is_times,
-}
+_SHAPES: list[tuple[str, Any]] = [
+    ("proof", {"id": str, "reason": (str, None)}),
+    ("rejected", {"id": str, "outcome": Fault, "reason": str, "limit?": (_is_limit, None)}),
+    ("decided", Decided),
+    ("decided", {"seconds?": {...: _is_time}}),
+    ("race", {"goes_on": bool, "clock": str, "entrants": [str]}),
+    ("round", {...: _is_time}),
+]
 
 
 class History:
@@ -210,12 +172,11 @@ class History:
     @property
     def decided(self) -> Decided | None:
         """The last race that was decided, with the times of all that were."""
-        races = [Decided(**each) for each in self._all("decided")]
+        races = [Decided.read(each) for each in self._all("decided")]
         if not races:
             return None
         seconds = {name: value for race in races for name, value in race.seconds.items()}
-        last = races[-1]
-        return Decided(winner=last.winner, seconds=seconds, measurement=last.measurement, speedup=last.speedup)
+        return replace(races[-1], seconds=seconds)
 
     # --- Searches ---
 

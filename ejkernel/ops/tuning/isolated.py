@@ -21,7 +21,7 @@ from ejkernel.ops.tuning.workers import JobError, JobOutOfMemory, JobRaised, Job
 from ejkernel.ops.utils import arguments
 
 
-class RemoteBenchError(EjkernelError, RuntimeError):
+class IsolatedBenchError(EjkernelError, RuntimeError):
     """A problem could not be set up in a worker: no candidate is to blame."""
 
 
@@ -50,7 +50,7 @@ def _timer() -> tuple[str, bool]:
 # --- In the program ---
 
 
-class RemoteTimer:
+class IsolatedTimer:
     """What is known here of the worker's timer."""
 
     def __init__(self, name: str, device_time: bool) -> None:
@@ -58,7 +58,7 @@ class RemoteTimer:
         self.device_time = device_time
 
 
-class RemoteBench:
+class IsolatedBench:
     """The interface of `Bench`. A job that breaks a limit costs its limit and the worker, whose place a new one takes.
 
     Whatever a candidate needs of an earlier worker is done again before the candidate is asked for anything.
@@ -84,7 +84,7 @@ class RemoteBench:
     ) -> None:
         owner = type(source_of(kernel))
         if owner.__module__ == "__main__":
-            raise RemoteBenchError(
+            raise IsolatedBenchError(
                 f"{owner.__name__} is defined in the script that runs, where a worker process cannot import it. Move "
                 'it into a module, or tune with isolation="thread".'
             )
@@ -99,7 +99,7 @@ class RemoteBench:
         self._cfgs: dict[int, Any] = {}
         self._truth: tuple[int | None, Any] | None = None
         self._took_s: dict[int, float] = {}
-        self._timer: RemoteTimer | None = None
+        self._timer: IsolatedTimer | None = None
         self._wall = False
         # What the present worker knows:
         self._built: set[int] = set()
@@ -107,7 +107,7 @@ class RemoteBench:
         self._has_truth = False
 
     @property
-    def timer(self) -> RemoteTimer:
+    def timer(self) -> IsolatedTimer:
         """The worker's timer."""
         if self._timer is None:
             self._open()
@@ -137,7 +137,7 @@ class RemoteBench:
 
         Raises:
           JobError: It could not even run once.
-          RemoteBenchError: There is no worker for it.
+          IsolatedBenchError: There is no worker for it.
         """
         cfg = None if number is None else self._cfgs[number]
         self._take_truth(number, cfg)
@@ -193,7 +193,7 @@ class RemoteBench:
         """As in `Bench`."""
         self._wall = True
         self._ask("use_wall_clock", limit_s=self._run_s)
-        self._timer = RemoteTimer("wall", device_time=False)
+        self._timer = IsolatedTimer("wall", device_time=False)
 
     def forget(self, number: int) -> None:
         """Frees what a candidate that is out of the race holds."""
@@ -226,10 +226,10 @@ class RemoteBench:
             name, device_time = self._worker.run(_open, *self._call, limit_s=self._compile_s + self._run_s)
         except JobError as error:
             self._worker.close()
-            raise RemoteBenchError(
+            raise IsolatedBenchError(
                 f"{self._call[1].op_id}: cannot be tuned in a process of its own. {error}"
             ) from error
-        self._timer = RemoteTimer(name, device_time)
+        self._timer = IsolatedTimer(name, device_time)
         if self._wall:
             self.use_wall_clock()
 
@@ -244,7 +244,7 @@ class RemoteBench:
         if number is not None and number not in self._built:
             (built,) = self.build([(number, cfg)])
             if isinstance(built, Rejected):
-                raise RemoteBenchError(f"{self._call[1].op_id}: what was taken as right runs no more: {built.reason}")
+                raise IsolatedBenchError(f"{self._call[1].op_id}: what was taken as right runs no more: {built.reason}")
         limit_s = self._run_s if number is not None else self._compile_s + self._run_s
         self._ask("set_truth", number, limit_s=limit_s)
         self._has_truth = True

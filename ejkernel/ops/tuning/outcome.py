@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-import typing
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from ejkernel.ops.core.context import same_cfg
 from ejkernel.ops.tuning.cost import Cost
 from ejkernel.ops.tuning.shortfall import grouped, shortfall
-from ejkernel.ops.tuning.standings import Estimate, Ratio
-
-Status = Literal["winner", "finalist", "unfinished", "raced out", "screened", "duplicate", "wrong", "failed"]
-
-
-_BEST_FIRST = typing.get_args(Status)
-
-
-def rank(status: str) -> int:
-    """How far a candidate came, as a number; the winner has the smallest."""
-    return _BEST_FIRST.index(status) if status in _BEST_FIRST else len(_BEST_FIRST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """The time of one call: a median with the interval that holds it at 95 %, and the clock it was read from.
-
-    Fewer than six samples have no such interval: then `low_ms` and `high_ms` are None.
-    """
-
-    median_ms: float
-    low_ms: float | None
-    high_ms: float | None
-    samples: int
-    timer: str
-
-    @classmethod
-    def of(cls, estimate: Estimate | None, timer: str) -> Measurement | None:
-        """The same estimate in milliseconds."""
-        if estimate is None:
-            return None
-        return cls(
-            median_ms=1e3 * estimate.median_s,
-            low_ms=None if estimate.low_s is None else 1e3 * estimate.low_s,
-            high_ms=None if estimate.high_s is None else 1e3 * estimate.high_s,
-            samples=estimate.n,
-            timer=timer,
-        )
-
-    def __str__(self) -> str:
-        return time_text(self.median_ms, self.low_ms, self.high_ms)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """What became of one config."""
-
-    cfg: Any
-    status: Status
-    reason: str = ""
-    measurement: Measurement | None = None
-    guess: bool = False
+from ejkernel.ops.tuning.standings import Candidate, Measurement, Ratio, rank
+from ejkernel.ops.utils.canonical import same_cfg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +88,6 @@ class Tuning:
     def shortfall(self, place: str) -> str | None:
         """What to tell the caller if this is not what they think; `place` is where the kernel is written."""
         return shortfall(self, place)
-
-
-def time_text(median_ms: float, low_ms: float | None, high_ms: float | None) -> str:
-    """A time in one line, with its interval if there is one: `1.23 ms [1.2, 1.25]`."""
-    interval = "" if low_ms is None or high_ms is None else f" [{low_ms:.4g}, {high_ms:.4g}]"
-    return f"{median_ms:.4g} ms{interval}"
 
 
 def _candidate(c: Candidate) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ejkernel.ops.config.asking import as_space, candidates, forward_of, heurist
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.core.meshed import on_mesh
-from ejkernel.ops.tuning import gradients, proving
+from ejkernel.ops.tuning import comparison, gradients
 from ejkernel.ops.tuning.truth import once
 from ejkernel.ops.utils import arguments
 
@@ -57,7 +57,7 @@ class Problem:
     kwargs: Kwargs
     truth: Callable[[], Any] | None = None
     """The right answer; None takes the guess's."""
-    mismatch: Callable[[Any, Any], str | None] = proving.mismatch
+    mismatch: Callable[[Any, Any], str | None] = comparison.mismatch
     prove_gradient: Callable[[Any], str | None] | None = None
     """Why a config is wrong under `jax.grad`, for kernels with a gradient of their own."""
     reference: Callable[..., Any] | None = None
@@ -78,7 +78,7 @@ def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = 
         )
     if inv.is_abstract and getattr(owner, "example_inputs", None) is None:
         _refuse_integers(inv.op_id, (inv.args, dict(inv.kwargs)), backward=isinstance(kernel, BackwardKernel))
-    proving.check_tolerance(getattr(owner, "tolerance", None), owner.op_id)
+    comparison.check_tolerance(getattr(owner, "tolerance", None), owner.op_id)
     space = as_space(configs, f"{inv.op_id}: configs") if configs is not None else candidates(inv, kernel)
     return Outline(inv.op_id, space, heuristic(inv, kernel), getattr(owner, "reference", None) is not None)
 
@@ -97,7 +97,7 @@ def from_call(
     """
     args, kwargs = concrete_inputs(inv, kernel)
     if not as_given:
-        args, kwargs = telling((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
+        args, kwargs = with_noise((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
     refused = partial(refusal, inv, kernel)  # Asked of the kernel itself, not of what it is on a mesh.
     if inv.axes:
         kernel, place = on_mesh(kernel, inv.axes)
@@ -144,7 +144,7 @@ def _mismatch_of_both(mismatch: Callable[[Any, Any], str | None]) -> Callable[[A
     def compare(got: Any, want: Any) -> str | None:
         if (reason := mismatch(got[0], want[0])) is not None:
             return reason
-        reason = proving.mismatch(got[1], want[1])
+        reason = comparison.mismatch(got[1], want[1])
         return None if reason is None else f"{UNDER_GRADIENT}{reason}"
 
     return compare
@@ -154,7 +154,7 @@ def _mismatch_of(kernel: Kernel[Any, Any]) -> Callable[[Any, Any], str | None]:
     own = getattr(kernel, "mismatch", None)
     tolerance = getattr(kernel, "tolerance", None)
     if own is None:
-        return lambda got, want: proving.mismatch(got, want, tolerance)
+        return lambda got, want: comparison.mismatch(got, want, tolerance)
 
     def judge(got: Any, want: Any) -> str | None:
         reason = own(got, want)
@@ -192,7 +192,7 @@ def concrete_inputs(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> tupl
     return materialise(inv.op_id, (inv.args, dict(inv.kwargs)), key)
 
 
-def telling(tree: Any, *, seed: int) -> Any:
+def with_noise(tree: Any, *, seed: int) -> Any:
     """`tree` with a little noise on floats that are all the same: a constant tells no tile from its neighbour."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([_noisy(x, (seed, i)) if _is_constant(x) else x for i, x in enumerate(leaves)])

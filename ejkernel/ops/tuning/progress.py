@@ -10,9 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from ejkernel.ops.tuning.outcome import Measurement
 from ejkernel.ops.tuning.racing import Race
-from ejkernel.ops.tuning.standings import Estimate
 
 logger = logging.getLogger("ejkernel.tuning")
 
@@ -72,7 +70,7 @@ class Progress:
             return
         best = race.result
         alive = f"round {race.rounds} of the {race.phase}, {len(race.survivors)} of {total} alive"
-        text = f"{alive}, best {cfg_of(best.winner)!r}{_time(best.estimate)}"
+        text = f"{alive}, best {cfg_of(best.winner)!r}{'' if best.measurement is None else f' {best.measurement}'}"
         if verbose:
             logger.debug("%s: %s", self._name, text)
         self._draw(text, self._left_s(race, now))
@@ -136,8 +134,3 @@ class Speaker:
             except (OSError, ValueError) as error:  # Nobody reads it, or it was closed: no reason to stop measuring.
                 logger.info("progress is no longer printed: %s", error)
                 return
-
-
-def _time(estimate: Estimate | None) -> str:
-    measured = Measurement.of(estimate, "")
-    return "" if measured is None else f" {measured}"

@@ -19,12 +19,14 @@ from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.tuning.bench import Bench, Rejected
-from ejkernel.ops.tuning.history import History, cfg_id
+from ejkernel.ops.tuning.history import History
 from ejkernel.ops.tuning.problem import UNDER_GRADIENT, Problem, from_call
 from ejkernel.ops.tuning.workers import run_outside
 from ejkernel.ops.tuning.workers.process import available_bytes
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.canonical import same_cfg
 from ejkernel.ops.utils.fingerprint import current_device
+from ejkernel.ops.utils.serialize import cfg_id
 
 logger = logging.getLogger("ejkernel.tuning")
 
@@ -45,7 +47,7 @@ class Proof(NamedTuple):
 _proofs: weakref.WeakKeyDictionary[type, dict[Any, Proof]] = weakref.WeakKeyDictionary()
 
 
-def proof(
+def prove(
     inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, store: PersistentCache | None, *, now: bool = True
 ) -> Proof | None:
     """Whether a config that was tuned for another call may serve `inv`; safe while the caller is tracing.
@@ -53,7 +55,7 @@ def proof(
     Without `now` nothing is run: None if it is not known yet.
     """
     guess = heuristic(inv, kernel)
-    if context.same_cfg(cfg, guess):
+    if same_cfg(cfg, guess):
         return Proof(None)
     # What a backward is given depends on the forward that ran.
     name = "/".join(cfg_id(x) for x in (cfg, inv.metadata.get("forward_cfg")) if x is not None)

@@ -22,7 +22,7 @@ import numpy as np
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.tuning import robust
-from ejkernel.ops.tuning.standings import Estimate, Key, RaceResult, Ratio, Standing, Status
+from ejkernel.ops.tuning.standings import Candidate, Key, Measurement, RaceResult, Ratio, Status
 
 
 class RaceError(EjkernelError):
@@ -30,7 +30,7 @@ class RaceError(EjkernelError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class RaceRules:
     """The constants of a race; `benchmarks/racing.py` shows what they cost and what they buy."""
 
     # (after this round, drop what was this many times slower than the best in every round so far): one 100x candidate
@@ -50,9 +50,9 @@ class Rules:
     tie: float = 0.0025  # Closer than this to the fastest, the preferred one wins.
 
 
-DEVICE_TIME = Rules()
+DEVICE_TIME = RaceRules()
 # Wall-clock samples on a busy machine scatter by 8 % where device timers scatter by 0.5 to 2 %.
-WALL_CLOCK = Rules(heat_rounds=256, final_rounds=(16, 256))
+WALL_CLOCK = RaceRules(heat_rounds=256, final_rounds=(16, 256))
 
 
 class Race(Generic[Key]):
@@ -67,6 +67,7 @@ class Race(Generic[Key]):
       seed: Of the order within the rounds.
       min_rounds: The least number of samples behind the reported figures.
       rules: The constants.
+      timer: What the clock is called.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class Race(Generic[Key]):
         heuristic: Key | None = None,
         seed: int = 0,
         min_rounds: int = 1,
-        rules: Rules = DEVICE_TIME,
+        rules: RaceRules = DEVICE_TIME,
+        timer: str = "",
     ) -> None:
         self.rules = rules
+        self._timer = timer
         self._keys = list(candidates)
         self._index = {key: i for i, key in enumerate(self._keys)}
         if not self._keys or len(self._index) != len(self._keys):
@@ -226,10 +229,9 @@ class Race(Generic[Key]):
         return RaceResult(
             winner=self._keys[winner],
             complete=self._state == "complete",
-            estimate=standings[winner].estimate,
+            measurement=standings[winner].measurement,
             speedup=self._speedup(winner, rows),
             rounds=self.rounds,
-            runs=sum(s.rounds for s in standings),
             standings=standings,
         )
 
@@ -276,16 +278,15 @@ class Race(Generic[Key]):
         value, known_to = robust.centre(gain)[0], robust.margin(gain, 0.95)[0]
         return Ratio(value=math.exp(value), low=math.exp(value - known_to), high=math.exp(value + known_to))
 
-    def _standing(self, i: int, winner: int) -> Standing[Key]:
+    def _standing(self, i: int, winner: int) -> Candidate:
         heats, final = (_column(rows, i) for rows in (self._heats, self._final))
         running: Status = "finalist" if self._in_final else "unfinished"
         status, reason = ("winner", "") if i == winner else self._left.get(i, (running, ""))
-        return Standing(
-            key=self._keys[i],
+        return Candidate(
+            cfg=self._keys[i],
             status=status,
-            rounds=len(heats) + len(final),
-            estimate=Estimate.of(final if len(final) else heats),
             reason=reason,
+            measurement=Measurement.of(final if len(final) else heats, self._timer),
         )
 
 

@@ -6,9 +6,8 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ejkernel.ops.tuning.history import cfg_id
-from ejkernel.ops.tuning.outcome import Candidate, Measurement, Status
-from ejkernel.ops.tuning.standings import RaceResult
+from ejkernel.ops.tuning.standings import Candidate, RaceResult, Status
+from ejkernel.ops.utils.serialize import cfg_id
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Roster:
 
     def adopt(self, result: RaceResult[int]) -> None:
         """Takes over the winner and the times of a race."""
-        found = {s.key: s.estimate.median_s for s in result.standings if s.estimate is not None}
+        found = {s.cfg: s.measurement.median_ms / 1e3 for s in result.standings if s.measurement is not None}
         # The machine may be slower now than in an earlier race; who took part in both tells by how much.
         anchor = next((n for n in (self.best, self.heuristic) if n in found and n in self.seconds), None)
         scale = 1.0 if anchor is None else self.seconds[anchor] / found[anchor]
@@ -108,9 +107,9 @@ class Roster:
         everyone = (n for n in range(len(self.cfgs)) if n in wanted or self.twins.get(n) in wanted)
         return {self.name(n): self.time(n) for n in everyone if self.time(n) < float("inf")}
 
-    def report(self, results: list[RaceResult[int]], timer: str, earlier: str) -> Iterator[Candidate]:
+    def list_candidates(self, results: list[RaceResult[int]], earlier: str) -> Iterator[Candidate]:
         """What became of every candidate; `earlier` is said of those that raced in another tuning."""
-        standings = {s.key: s for result in results for s in result.standings}
+        standings = {s.cfg: s for result in results for s in result.standings}
         for n, cfg in enumerate(self.cfgs):
             standing = standings.get(n)
             if n == self.best:
@@ -122,6 +121,6 @@ class Roster:
                 status = "raced out" if status == "winner" else status
             else:
                 status, reason = ("raced out", earlier) if n in self.seconds else ("unfinished", "")
-            measured = None if standing is None else Measurement.of(standing.estimate, timer)
+            measured = None if standing is None else standing.measurement
             guess = self.name(n) == cfg_id(self.guess)
             yield Candidate(cfg=cfg, status=status, reason=reason, measurement=measured, guess=guess)

@@ -10,22 +10,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.tuning import racing, search
 from ejkernel.ops.tuning.bench import Built, Rejected
 from ejkernel.ops.tuning.cost import Cost, larger
-from ejkernel.ops.tuning.history import Decided, History, cfg_id
-from ejkernel.ops.tuning.outcome import Measurement, Tuning
+from ejkernel.ops.tuning.history import Decided, History
+from ejkernel.ops.tuning.outcome import Tuning
 from ejkernel.ops.tuning.problem import Outline
 from ejkernel.ops.tuning.progress import Progress
 from ejkernel.ops.tuning.roster import Roster
 from ejkernel.ops.tuning.shortfall import grouped
-from ejkernel.ops.tuning.standings import RaceResult, Ratio
+from ejkernel.ops.tuning.standings import RaceResult
 from ejkernel.ops.tuning.timers import TimerError
 from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.ops.utils.serialize import cfg_id
 
 logger = logging.getLogger("ejkernel.tuning")
 
@@ -57,7 +58,7 @@ class Session:
     Attributes:
       effort: How much to try.
       outline: What to try.
-      open_bench: Makes the `Bench` or `RemoteBench`; not called if everything is known already.
+      open_bench: Makes the `Bench` or `IsolatedBench`; not called if everything is known already.
       history: What earlier tunings found out.
       stop: Set to end the tuning with the best so far.
       seeds: Configs to start a large search from.
@@ -298,6 +299,7 @@ class Session:
             seed=self.effort.seed,
             min_rounds=self.effort.num_iters,
             rules=racing.DEVICE_TIME if timer.device_time else racing.WALL_CLOCK,
+            timer=timer.name,
         )
         names = {self._roster.name(n): n for n in numbers}
         for seconds in self.history.start_race(list(names), timer.name):
@@ -334,27 +336,26 @@ class Session:
         self._results.append(result)
         self._roster.adopt(result)
         if result.complete:
-            measurement = Measurement.of(result.estimate, self._bench.timer.name)
             self.history.decide(
                 Decided(
                     winner=self._roster.name(result.winner),
-                    seconds=self._roster.times_of(s.key for s in result.standings),
-                    measurement=None if measurement is None else asdict(measurement),
-                    speedup=None if result.speedup is None else asdict(result.speedup),
+                    seconds=self._roster.times_of(s.cfg for s in result.standings),
+                    measurement=result.measurement,
+                    speedup=result.speedup,
                 )
             )
         for standing in result.standings:
-            out = standing.status in ("raced out", "screened") and standing.key != self._roster.heuristic
-            if out and not self._roster.is_rejected(standing.key):
-                self._bench.forget(standing.key)
-                self._proved.discard(standing.key)
+            out = standing.status in ("raced out", "screened") and standing.cfg != self._roster.heuristic
+            if out and not self._roster.is_rejected(standing.cfg):
+                self._bench.forget(standing.cfg)
+                self._proved.discard(standing.cfg)
 
     # --- Reporting ---
 
     def _report(self, seconds: float) -> Tuning:
         roster = self._roster
         timer = self._bench.timer.name if "_bench" in vars(self) else ""
-        candidates = tuple(roster.report(self._results, timer, EARLIER))
+        candidates = tuple(roster.list_candidates(self._results, EARLIER))
         unfinished = any(c.status == "unfinished" for c in candidates)
         facts: dict[str, Any] = {
             "candidates": candidates,
@@ -376,7 +377,7 @@ class Session:
                 cfg=self._cfg(roster.best),
                 complete=whole and last.complete,
                 decided=last.complete,
-                measurement=Measurement.of(last.estimate, timer),
+                measurement=last.measurement,
                 speedup=last.speedup,
                 timer=timer,
                 **facts,
@@ -395,12 +396,11 @@ class Session:
     def _told(self, known: Decided, **facts: Any) -> Tuning:
         """The outcome as the history has it."""
         assert self._roster.best is not None
-        measurement = None if known.measurement is None else Measurement(**known.measurement)
         return Tuning(
             cfg=self._cfg(self._roster.best),
-            measurement=measurement,
-            speedup=None if known.speedup is None else Ratio(**known.speedup),
-            timer="" if measurement is None else measurement.timer,
+            measurement=known.measurement,
+            speedup=known.speedup,
+            timer="" if known.measurement is None else known.measurement.timer,
             **facts,
         )
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ejkernel.ops.config.asking import place_of
+from ejkernel.ops.config.asking import source_line
 from ejkernel.ops.core.kernel import Invocation, Kernel
 
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
@@ -20,7 +20,7 @@ class TuningWarning(UserWarning):
 
 def warn(tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, stacklevel: int) -> None:
     """Warns whoever asked for a tuning if its outcome is not what one thinks."""
-    if (text := tuning.shortfall(place_of(inv, kernel))) is not None:
+    if (text := tuning.shortfall(source_line(inv, kernel))) is not None:
         warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=stacklevel + 1)
 
 

@@ -1,8 +1,11 @@
-"""Standings: what a race reports about its winner and about everyone else."""
+"""Standings: how far candidates came, in how much time, and who won; plain statistics, without JAX."""
 
-import dataclasses
+from __future__ import annotations
+
+import typing
 from collections.abc import Hashable
-from typing import Generic, Literal, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -10,30 +13,48 @@ from ejkernel.ops.tuning import robust
 
 Key = TypeVar("Key", bound=Hashable)
 
-Status = Literal["winner", "finalist", "raced out", "screened", "failed", "unfinished"]
+Status = Literal["winner", "finalist", "unfinished", "raced out", "screened", "duplicate", "wrong", "failed"]
+_BEST_FIRST = typing.get_args(Status)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """A time per call in seconds, with the interval that holds its median at 95 %; fewer than six samples have none."""
+def rank(status: str) -> int:
+    """How far a candidate came, as a number; the winner has the smallest."""
+    return _BEST_FIRST.index(status) if status in _BEST_FIRST else len(_BEST_FIRST)
 
-    median_s: float
-    mad_s: float
-    n: int
-    low_s: float | None
-    high_s: float | None
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The time of one call: a median with the interval that holds it at 95 %, and the clock it was read from.
+
+    Fewer than six samples have no such interval: then `low_ms` and `high_ms` are None.
+    """
+
+    median_ms: float
+    low_ms: float | None
+    high_ms: float | None
+    samples: int
+    timer: str
 
     @classmethod
-    def of(cls, seconds: np.ndarray) -> Self | None:
-        """Returns the estimate of some samples, None of none."""
+    def of(cls, seconds: np.ndarray, timer: str) -> Measurement | None:
+        """What samples say, None of none."""
         if not len(seconds):
             return None
-        low, high = robust.median_interval(seconds) or (None, None)
-        median = float(np.median(seconds))
-        return cls(median_s=median, mad_s=robust.mad(seconds), n=len(seconds), low_s=low, high_s=high)
+        ms = 1e3 * np.asarray(seconds)
+        low, high = robust.median_interval(ms) or (None, None)
+        return cls(median_ms=float(np.median(ms)), low_ms=low, high_ms=high, samples=len(ms), timer=timer)
+
+    def __str__(self) -> str:
+        return time_text(self.median_ms, self.low_ms, self.high_ms)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+def time_text(median_ms: float, low_ms: float | None, high_ms: float | None) -> str:
+    """A time in one line, with its interval if there is one: `1.23 ms [1.2, 1.25]`."""
+    interval = "" if low_ms is None or high_ms is None else f" [{low_ms:.4g}, {high_ms:.4g}]"
+    return f"{median_ms:.4g} ms{interval}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ratio:
     """How many times faster, with its 95 % interval; above 1 is faster."""
 
@@ -42,18 +63,18 @@ class Ratio:
     high: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Standing(Generic[Key]):
-    """How one candidate left the race."""
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What became of one config; in a race it goes by its key."""
 
-    key: Key
+    cfg: Any
     status: Status
-    rounds: int
-    estimate: Estimate | None
     reason: str = ""
+    measurement: Measurement | None = None
+    guess: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RaceResult(Generic[Key]):
     """Who won, how surely, and what became of the others.
 
@@ -63,8 +84,7 @@ class RaceResult(Generic[Key]):
 
     winner: Key
     complete: bool
-    estimate: Estimate | None
+    measurement: Measurement | None
     speedup: Ratio | None
     rounds: int
-    runs: int
-    standings: tuple[Standing[Key], ...]
+    standings: tuple[Candidate, ...]

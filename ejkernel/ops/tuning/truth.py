@@ -34,12 +34,11 @@ def once(fn: Callable[..., Any], *tree: Any) -> Any:
 
 
 def _as_one_program(fn: Callable[..., Any], tree: tuple[Any, ...]) -> Any:
-    arrays, statics = arguments.split(tree)
-    program = jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics)), compiler_options=_IN_A_HURRY)
-    traced = program.trace(arrays)
+    run, arrays = arguments.on_arrays(fn, tree)
+    traced = jax.jit(run, compiler_options=_IN_A_HURRY).trace(*arrays)
     equations = traced.jaxpr.eqns
     if len(equations) > MAX_EQUATIONS:
         raise ValueError(f"it has {len(equations)} operations")
     if any(device is not None for e in equations for device in e.params.get("devices", ())):
         raise ValueError("it says on which device to run")
-    return jax.block_until_ready(traced.lower().compile()(arrays))
+    return jax.block_until_ready(traced.lower().compile()(*arrays))

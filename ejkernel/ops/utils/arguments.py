@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.utils.canonical import exact_key
+from ejkernel.ops.utils.canonical import scalar_key as scalar_key
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
 
@@ -57,50 +59,10 @@ def merge(arrays: Iterable[Any], statics: Statics) -> Any:
     return statics.treedef.unflatten([next(rest) if array else next(values) for array in statics.is_array])
 
 
-def scalar_key(x: Any) -> Any:
-    """`x` as part of a key: floats count by their bits, so that nan finds itself again and -0.0 is not 0.0."""
-    kind = type(x)
-    if kind is float:
-        return x.hex()
-    return (x.real.hex(), x.imag.hex()) if kind is complex else x
-
-
-def exact_key(x: Any, depth: int = 4) -> Hashable:
-    """A key that tells `x` from other values that are equal to it in Python, as `1`, `1.0` and `True` are.
-
-    Of an object that is equal to others because its parts are (a dataclass, a tuple, a class with an `__eq__`), the
-    parts count too, down to `depth`: objects may form a circle.
-    """
-    kind = type(x)
-    if isinstance(x, np.generic):
-        return kind, x.tobytes()
-    if isinstance(x, range):
-        return kind, x.start, x.stop, x.step
-    if isinstance(x, tuple):
-        return kind, *(exact_key(part, depth) for part in x)
-    if isinstance(x, frozenset):
-        return kind, frozenset(exact_key(part, depth) for part in x)
-    if depth and isinstance(kind.__eq__, FunctionType) and not isinstance(x, type):
-        return kind, x, *(_part_key(part, depth - 1) for part in _parts(x))
-    return kind, scalar_key(x)
-
-
-def _parts(x: Any) -> Iterable[Any]:
-    """What the `__eq__` of an object's class may compare."""
-    if dataclasses.is_dataclass(x):
-        return [getattr(x, f.name) for f in dataclasses.fields(x) if f.compare]
-    slots = [name for base in type(x).__mro__ for name in getattr(base, "__slots__", ()) if not name.startswith("__")]
-    return [getattr(x, name, None) for name in sorted({*getattr(x, "__dict__", ()), *slots})]
-
-
-def _part_key(part: Any, depth: int) -> Hashable:
-    """The key of a part; of one that has none, which its owner's `__hash__` leaves out too, only the type."""
-    key = exact_key(part, depth)
-    try:
-        hash(key)
-    except TypeError:
-        return type(part)
-    return key
+def on_arrays(fn: Callable[..., Any], tree: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
+    """`fn(*tree)` as a function of the arrays of `tree` alone, which JAX can transform, and these arrays."""
+    arrays, statics = split(tree)
+    return (lambda *arrays: fn(*merge(arrays, statics))), arrays
 
 
 def is_data(x: Any, depth: int = 4) -> bool:

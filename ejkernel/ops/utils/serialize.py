@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.utils import classes, jsontext, tagged
-from ejkernel.ops.utils.fingerprint import stable_json
+from ejkernel.ops.utils.fingerprint import short_hash, stable_json
 from ejkernel.ops.utils.records import ConfigMismatchError as ConfigMismatchError
 from ejkernel.ops.utils.records import UnknownClassError as UnknownClassError
 from ejkernel.ops.utils.tagged import ConfigEncodeError as ConfigEncodeError
@@ -30,6 +31,17 @@ def from_json(text: str | bytes, cfg_type: Any = None) -> Any:
       ConfigMismatchError: The config no longer fits its class, or its class is not loaded: reading never imports.
     """
     return decode_cfg(jsontext.parse(text, max_bytes=MAX_BYTES), cfg_type, named_only=cfg_type is not None)
+
+
+def cfg_id(cfg: Any) -> str:
+    """A config's name in files: 16 hex digits that tell apart what `canonical` does, the same in every process.
+
+    By its text where it is more than data.
+    """
+    try:
+        return short_hash(encode_cfg(cfg))
+    except EjkernelError:
+        return short_hash(repr(cfg))
 
 
 def encode_cfg(cfg: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ejkernel.kernels.flash_attention import config as configs
 from ejkernel.kernels.flash_attention import mosaic_support
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
+from ejkernel.ops.utils.devices import HOPPER
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HEAD_DIMS = (64, 128, 256)
@@ -107,7 +108,7 @@ def test_config_spaces_hold_only_what_fits(head_dim):
     assert configs.default_forward(head_dim).unfit(head_dim) is None
     assert forward
     assert len(set(forward)) == len(forward)
-    assert all(cfg.smem_bytes(head_dim) <= configs.SMEM_LIMIT_BYTES for cfg in forward + backward)
+    assert all(cfg.smem_bytes(head_dim) <= HOPPER.block_bytes for cfg in forward + backward)
     assert configs.default_backward(head_dim) in backward
     for full in (False, True):
         assert configs.default_forward(head_dim, full=full).unfit(head_dim) is None
@@ -125,7 +126,7 @@ def test_clusters_need_whole_tiles_and_no_mask():
 def test_a_second_kernel_for_dq_fits_too(head_dim):
     cfgs = [cfg for cfg in configs.backward_space(head_dim) if cfg.dq == "kernel"]
     assert cfgs
-    assert all(cfg.dq_smem_bytes(head_dim) <= configs.SMEM_LIMIT_BYTES for cfg in cfgs)
+    assert all(cfg.dq_smem_bytes(head_dim) <= HOPPER.block_bytes for cfg in cfgs)
 
 
 def test_a_config_that_does_not_fit_says_why():

@@ -23,6 +23,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
     zero_items,
 )
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
+from ejkernel.ops.utils.devices import HOPPER
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -134,7 +135,7 @@ def test_config_spaces_hold_only_what_fits(name, out_bytes):
         assert found
         assert len(set(found)) == len(found)
         assert all(cfg.unfit(out_bytes) is None for cfg in found)
-        assert all(cfg.smem_bytes(out_bytes) <= config.SMEM_LIMIT_BYTES for cfg in found)
+        assert all(cfg.smem_bytes(out_bytes) <= HOPPER.block_bytes for cfg in found)
 
 
 @pytest.mark.parametrize(

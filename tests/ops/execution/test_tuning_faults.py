@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.ops import Autotuner, PersistentCache
-from ejkernel.ops.tuning.isolated import RemoteBench, RemoteBenchError
+from ejkernel.ops.tuning.isolated import IsolatedBench, IsolatedBenchError
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
@@ -74,8 +74,8 @@ def test_candidate_that_allocates_without_end_is_killed_at_the_memory_limit():
 
 def test_compiler_that_hangs_costs_its_limit_and_the_others_are_kept(monkeypatch):
     workers = []
-    opened = RemoteBench._open
-    monkeypatch.setattr(RemoteBench, "_open", lambda bench: (workers.append(bench), opened(bench))[1])
+    opened = IsolatedBench._open
+    monkeypatch.setattr(IsolatedBench, "_open", lambda bench: (workers.append(bench), opened(bench))[1])
     kernel = kernel_with(Work(MIDDLE), Work(FAST, "sleep"), Work(FAST))
     tuning = isolated(compile_s=6).tune(call(kernel, X), kernel)
     assert tuning.cfg == Work(FAST)
@@ -145,7 +145,7 @@ def test_kernel_that_no_worker_can_import_says_so():
 def test_kernel_that_cannot_be_sent_says_so_and_blames_no_candidate(tmp_path):
     kernel, store = Doubling(), PersistentCache(tmp_path / "store")
     kernel.unsendable = lambda: None
-    with pytest.raises(RemoteBenchError, match=r"cannot be tuned in a process of its own.* must be picklable"):
+    with pytest.raises(IsolatedBenchError, match=r"cannot be tuned in a process of its own.* must be picklable"):
         isolated().tune(call(kernel, X), kernel, store=store)
     assert store.read_trials(call(kernel, X).key) == []
 

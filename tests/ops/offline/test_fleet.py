@@ -103,7 +103,7 @@ def test_worker_of_another_device_gives_a_result_of_that_device(monkeypatch):
     def elsewhere(calls, *_):
         for i, spec in enumerate(calls):
             data = entries.make(("gpu-x" if i else "gpu-y", spec["op_id"], spec["call_key"]), offline_program.Rows(1))
-            yield fleet.Finished(spec, data)
+            yield fleet.TunedCall(specs.key_of(spec), data)
 
     monkeypatch.setattr(fleet, "tune_specs", elsewhere)
     calls = [specs.from_spec(spec) for spec in recorded(3)]

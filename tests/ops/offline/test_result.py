@@ -11,8 +11,22 @@ import numpy as np
 import pytest
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops import AutotuningResult, Entry, device_fingerprint, overlay_cache
+from ejkernel.ops import (
+    Autotuner,
+    AutotuningResult,
+    ConfigSelectorChain,
+    Entry,
+    Invocation,
+    PersistentCache,
+    autotune_recorded,
+    device_fingerprint,
+    get_invocations,
+    overlay_cache,
+    record_invocation,
+)
 from ejkernel.ops.offline.result import ResultFileError
+from ejkernel.ops.store import layers, merging, packs, upkeep
+from ejkernel.ops.store.entry import make
 from tests.support import Plain, Scale, new_executor
 
 X = jnp.ones((3,)) * 0.5
@@ -140,6 +154,70 @@ def test_dump_and_load_give_the_same_result(tmp_path):
     assert loaded.entries[0].statistics == {"timer": "wall", "rounds": 3}
     assert loaded.unmatched == result.unmatched
     assert type(loaded.entries[0].cfg) is Scale
+
+
+def old_dump(path):
+    """A file as versions wrote it whose results were no packs."""
+    cfg = {"type": "tests.support:Scale", "value": {"factor": 2}}
+    entries = [{"op_id": "a", "call_key": "1", "cfg": cfg, "statistics": {"timer": "wall"}}]
+    data = {"schema": 1, "kind": "ejkernel tuning result", "device": "d", "entries": entries, "unmatched": ["b 2: x"]}
+    path.write_text(json.dumps(data))
+
+
+def new_dump(path):
+    AutotuningResult("d", (Entry("a", "1", Scale(2), {"timer": "wall"}),), ("b 2: x",)).dump(path)
+
+
+@pytest.mark.parametrize("dump", [old_dump, new_dump])
+def test_file_of_a_result_is_a_pack(tmp_path, monkeypatch, dump):
+    path = tmp_path / "tuned.json"
+    dump(path)
+    assert AutotuningResult.load(path) == AutotuningResult("d", (Entry("a", "1", Scale(2)),))
+    assert AutotuningResult.load(path).unmatched == ("b 2: x",)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("EJKERNEL_CACHE_PACKS", str(path))
+    found = PersistentCache().lookup("d", "a", "1", cfg_type=Scale)
+    assert (found.cfg, found.layer, found.origin, found.statistics) == (Scale(2), "tuned", "pack", {"timer": "wall"})
+    assert not [problem for problem in upkeep.verify(path) if problem.level == "error"]
+    mine = PersistentCache(tmp_path / "mine")
+    assert merging.add_all(mine, layers.entries_of(path)).added == 1
+    assert mine.get("d", "a", "1", cfg_type=Scale) == Scale(2)
+
+
+def test_pack_of_one_device_is_a_result_and_of_two_is_none(tmp_path):
+    one, two = (make((device, "a", "1"), Scale(2)) for device in ("d", "e"))
+    packs.write(tmp_path / "one.json", [one])
+    packs.write(tmp_path / "two.json", [one, two])
+    assert AutotuningResult.load(tmp_path / "one.json") == AutotuningResult("d", (Entry("a", "1", Scale(2)),))
+    with pytest.raises(ResultFileError, match=r"two\.json: a result is of one device, this has d, e"):
+        AutotuningResult.load(tmp_path / "two.json")
+
+
+def test_tuned_result_keeps_signature_provenance_and_source(tmp_path):
+    selector, kernel = ConfigSelectorChain(), Counting("counting")
+    inv = Invocation(kernel=kernel, args=(X,), kwargs={})
+    record_invocation(kernel, inv)
+    autotune_recorded(get_invocations(), selector, tuner=Autotuner(timer="wall", progress=False)).dump(
+        tmp_path / "r.json"
+    )
+    (entry,) = packs.read(tmp_path / "r.json").entries
+    assert entry.signature == inv.signature
+    assert {"jax", "kernel_source", "timer", "device"} <= set(entry.provenance)
+    assert entry.complete
+    # What it says of the source is what a lookup compares.
+    cache = PersistentCache(tmp_path / "store", packs=tmp_path / "r.json")
+    assert cache.lookup(*inv.key, cfg_type=Scale, kernel=kernel).stale is None
+
+
+def test_damaged_entry_of_a_result_is_named(tmp_path):
+    path = tmp_path / "r.json"
+    old_dump(path)
+    data = json.loads(path.read_text())
+    data["entries"].append({"op_id": 3})
+    path.write_text(json.dumps(data))
+    with pytest.raises(ResultFileError, match=r"r\.json: entry 1: op_id: must be a str, got 3"):
+        AutotuningResult.load(path)
+    assert len(packs.read(path).entries) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "not json", '{"schema": 1}', '{"schema": 99, "entries": []}'])

@@ -7,7 +7,9 @@ import pytest
 
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.tuning.bench import Rejected
-from ejkernel.ops.tuning.history import Decided, History, cfg_id
+from ejkernel.ops.tuning.history import Decided, History
+from ejkernel.ops.tuning.standings import Measurement
+from ejkernel.ops.utils.serialize import cfg_id
 from tests.tuning_kernels import Doubling, Referenced, Work
 
 KEY = ("device", "op", "0" * 16)
@@ -52,7 +54,7 @@ def test_decided_race_is_not_run_on(again):
     first.add_round({"a": 1.0, "b": 2.0})
     first.decide(Decided(winner="a", seconds={"a": 1.0, "b": 2.0}))
     assert again().start_race(["a", "b"], "wall") == []
-    measurement = {"median_ms": 1, "low_ms": 0.9, "high_ms": 1.1, "samples": 8, "timer": "wall"}
+    measurement = Measurement(median_ms=1, low_ms=0.9, high_ms=1.1, samples=8, timer="wall")
     first.decide(Decided(winner="c", seconds={"a": 1.1, "c": 0.5}, measurement=measurement))
     known = again().decided
     assert (known.winner, known.seconds) == ("c", {"a": 1.1, "b": 2.0, "c": 0.5})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.racing import NOISES, RULES, Machine, Noise, race, score
-from ejkernel.ops.tuning.racing import WALL_CLOCK, Race, RaceError, Rules, drive
+from ejkernel.ops.tuning.racing import WALL_CLOCK, Race, RaceError, RaceRules, drive
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,8 +21,8 @@ def test_the_fastest_wins_without_noise():
     result = drive(Race(list(times), heuristic="middle"), exact(times))
     assert result.winner == "fast"
     assert result.complete
-    assert result.estimate.median_s == pytest.approx(1e-3)
-    assert result.estimate.n == 16
+    assert result.measurement.median_ms == pytest.approx(1)
+    assert result.measurement.samples == 16
     assert result.speedup.low == pytest.approx(2) == result.speedup.high
 
 
@@ -51,7 +51,7 @@ def test_the_intervals_cover_the_truth():
         result = race(machine, seed=seed)
         speedup = machine.truth[machine.heuristic] / machine.truth[result.winner]
         hits[0].append(result.speedup.low <= speedup * (1 + 1e-12) and speedup * (1 - 1e-12) <= result.speedup.high)
-        hits[1].append(result.estimate.low_s <= result.estimate.median_s <= result.estimate.high_s)
+        hits[1].append(result.measurement.low_ms <= result.measurement.median_ms <= result.measurement.high_ms)
     assert np.mean(hits[0]) >= 0.88
     assert all(hits[1])
 
@@ -64,7 +64,7 @@ def test_the_heuristic_keeps_ties():
 
 def test_a_doubtful_gain_does_not_unseat_the_heuristic():
     rng = np.random.default_rng(0)
-    rules = Rules(final_rounds=(16, 16))
+    rules = RaceRules(final_rounds=(16, 16))
     wins = 0
     for seed in range(40):
         result = drive(Race([0, 1], heuristic=0, seed=seed, rules=rules), lambda key: np.exp(rng.normal(0, 0.2)))
@@ -81,10 +81,10 @@ def test_among_equals_the_earlier_candidate_wins():
 
 def test_a_hopeless_candidate_runs_twice():
     times = {"good": 1.0, "hopeless": 100.0, "poor": 4.0}
-    standings = {s.key: s for s in drive(Race(list(times)), exact(times)).standings}
-    assert standings["hopeless"].rounds == 2
+    standings = {s.cfg: s for s in drive(Race(list(times)), exact(times)).standings}
+    assert standings["hopeless"].measurement.samples == 2
     assert standings["hopeless"].status == "screened"
-    assert standings["poor"].rounds == 4
+    assert standings["poor"].measurement.samples == 4
     assert "4.0 times as slow after 4 rounds" in standings["poor"].reason
 
 
@@ -102,13 +102,13 @@ def test_a_beaten_heuristic_is_measured_again_in_the_final():
     times = {"good": 1.0, "guess": 5.0}
     result = drive(Race(list(times), heuristic="guess"), exact(times))
     guess = result.standings[1]
-    assert (guess.status, guess.estimate.n) == ("finalist", 16)
+    assert (guess.status, guess.measurement.samples) == ("finalist", 16)
     assert result.speedup.value == pytest.approx(5)
 
 
 def test_min_rounds_is_the_least_number_of_reported_samples():
     times = {"a": 1.0, "b": 2.0}
-    assert drive(Race(list(times), min_rounds=100), exact(times)).estimate.n == 100
+    assert drive(Race(list(times), min_rounds=100), exact(times)).measurement.samples == 100
 
 
 def test_every_round_runs_each_survivor_once_in_a_new_order():
@@ -193,7 +193,7 @@ def test_stopping_inside_the_first_round_uses_what_was_measured():
 def test_stopping_before_any_sample_leaves_the_heuristic():
     contest = Race("ab", heuristic="b")
     contest.stop()
-    assert (contest.result.winner, contest.result.estimate) == ("b", None)
+    assert (contest.result.winner, contest.result.measurement) == ("b", None)
     contest = Race("ab")
     contest.stop()
     with pytest.raises(RaceError, match="no heuristic"):
@@ -209,7 +209,7 @@ def test_a_failing_candidate_leaves_with_its_reason():
             order.remove("b")
         contest.record({key: {"a": 2.0, "b": 1.0, "c": 1.5}[key] for key in order})
     b = contest.result.standings[1]
-    assert (b.status, b.reason, b.rounds) == ("failed", "out of memory", 2)
+    assert (b.status, b.reason, b.measurement.samples) == ("failed", "out of memory", 2)
     assert contest.result.winner == "c"
 
 

@@ -10,7 +10,6 @@ from ejkernel.ops.tuning.search.exhaustive import Exhaustive as Exhaustive
 from ejkernel.ops.tuning.search.pattern import Pattern as Pattern
 from ejkernel.ops.tuning.search.space import Space as Space
 from ejkernel.ops.tuning.search.space import SpaceError as SpaceError
-from ejkernel.ops.tuning.search.space import identity as identity
 
 Cfg = TypeVar("Cfg")
 

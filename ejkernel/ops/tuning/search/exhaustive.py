@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from ejkernel.ops.tuning.search.base import Trial
-from ejkernel.ops.tuning.search.space import Space, identity
+from ejkernel.ops.tuning.search.space import Space
+from ejkernel.ops.utils.canonical import distinct, token
 
 Cfg = TypeVar("Cfg")
 
@@ -17,6 +18,5 @@ class Exhaustive(Generic[Cfg]):
         self.seeds = list(seeds)
 
     def propose(self, trials: Sequence[Trial[Cfg]]) -> list[Cfg]:
-        tried = {identity(trial.cfg) for trial in trials}
-        fresh = {identity(cfg): cfg for cfg in (*self.seeds, *self.space)}
-        return [cfg for key, cfg in fresh.items() if key not in tried]
+        tried = {token(trial.cfg) for trial in trials}
+        return [cfg for cfg in distinct((*self.seeds, *self.space)) if token(cfg) not in tried]

@@ -5,13 +5,14 @@ further batch holds the untried neighbours of the best few so far. When those ar
 that differ on two axes are tried before giving up, because block sizes trade against each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from ejkernel.ops.tuning.search.base import Trial
-from ejkernel.ops.tuning.search.space import Space, identity
+from ejkernel.ops.tuning.search.space import Space
+from ejkernel.ops.utils.canonical import token
 
 Cfg = TypeVar("Cfg")
 
@@ -46,7 +47,7 @@ class Pattern(Generic[Cfg]):
         self.max_trials = max_trials
 
     def propose(self, trials: Sequence[Trial[Cfg]]) -> list[Cfg]:
-        tried = {identity(trial.cfg) for trial in trials}
+        tried = {token(trial.cfg) for trial in trials}
         room = min(self.batch, self.max_trials - len(tried))
         return self._untried(self._start() if not trials else self._downhill(trials, tried), tried, room)
 
@@ -57,7 +58,7 @@ class Pattern(Generic[Cfg]):
         # Half near the seeds, half anywhere: the guess may sit in the wrong valley.
         yield from _in_turn([_in_turn(near), spread])
 
-    def _downhill(self, trials: Sequence[Trial[Cfg]], tried: set[object]) -> Iterable[Cfg]:
+    def _downhill(self, trials: Sequence[Trial[Cfg]], tried: Container[object]) -> Iterable[Cfg]:
         alive = sorted((trial for trial in trials if trial.seconds < float("inf")), key=lambda trial: trial.seconds)
         best = [trial.cfg for trial in alive[: self.leaders]]
         if not best:  # All failed: only other regions can help.
@@ -65,16 +66,16 @@ class Pattern(Generic[Cfg]):
             return
         beside = list(_in_turn([self.space.around(cfg) for cfg in best]))
         yield from beside
-        if all(identity(cfg) in tried for cfg in beside):
+        if all(token(cfg) in tried for cfg in beside):
             yield from self.space.around(best[0], steps=2)
 
-    def _untried(self, configs: Iterable[Cfg], tried: set[object], room: int) -> list[Cfg]:
+    def _untried(self, configs: Iterable[Cfg], tried: Container[object], room: int) -> list[Cfg]:
         fresh: dict[object, Cfg] = {}
         for cfg in configs:
             if len(fresh) >= room:
                 break
-            if identity(cfg) not in tried:
-                fresh.setdefault(identity(cfg), cfg)
+            if token(cfg) not in tried:
+                fresh.setdefault(token(cfg), cfg)
         return list(fresh.values())
 
 

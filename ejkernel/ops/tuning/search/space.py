@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.utils.canonical import distinct, same_cfg
 from ejkernel.ops.utils.records import get
 
 logger = logging.getLogger(__name__)
@@ -130,14 +131,14 @@ def _ordered(name: str, values: Any, template: Any) -> tuple[Any, ...]:
         ) from error
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise SpaceError(f"config_space: axis {name!r} must list its values, got {values!r}.")
-    unique = _distinct(values)
+    unique = distinct(values)
     if not unique:
         raise SpaceError(f"config_space: axis {name!r} must have at least one value, got none.")
     return tuple(sorted(unique)) if _numeric(unique) else tuple(unique)
 
 
 def _listed(configs: Iterable[Any]) -> Space[Any]:
-    members = _distinct(itertools.islice(configs, MAX_LISTED + 1))
+    members = distinct(itertools.islice(configs, MAX_LISTED + 1))
     if len(members) > MAX_LISTED:
         logger.warning("config_space: only the first %d configs are tuned; use axes for more.", MAX_LISTED)
         members = members[:MAX_LISTED]
@@ -147,7 +148,7 @@ def _listed(configs: Iterable[Any]) -> Space[Any]:
     space: Space[Any] = Space(axes, lambda point: table.get(point))
     table: dict[Point, Any] = {}
     for member in members:
-        if table.setdefault(space.locate(member), member) != member:
+        if not same_cfg(table.setdefault(space.locate(member), member), member):
             return Space({"": tuple(members)}, lambda point: members[point[0]])
     return space
 
@@ -162,7 +163,7 @@ def _axes_of(members: Sequence[Any]) -> dict[str, tuple[Any, ...]] | None:
     axes = {}
     for path in paths:
         try:
-            values = _distinct(get(member, path) for member in members)
+            values = distinct(get(member, path) for member in members)
         except (AttributeError, KeyError):  # A nested config that some members leave out.
             return None
         if len(values) > 1:
@@ -182,32 +183,13 @@ def _leaves(cfg: Any, prefix: str = "") -> list[str]:
     ]
 
 
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    seen, unique = set(), []
-    for value in values:
-        key = identity(value)
-        if key not in seen:
-            seen.add(key)
-            unique.append(value)
-    return unique
-
-
-def identity(cfg: Any) -> Any:
-    """Returns what tells configs apart: the config with its type, since True == 1, or its text when it has no hash."""
-    try:
-        hash(cfg)
-    except TypeError:
-        return repr(cfg)
-    return type(cfg), cfg
-
-
 def _numeric(values: Iterable[Any]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _nearest(values: Sequence[Any], value: Any) -> int:
-    if value in values:
-        return values.index(value)
+    if (found := next((i for i, v in enumerate(values) if same_cfg(v, value)), None)) is not None:
+        return found
     if _numeric((*values, value)):
         return min(range(len(values)), key=lambda i: abs(_log(values[i]) - _log(value)))
     return 0

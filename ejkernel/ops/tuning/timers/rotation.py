@@ -10,21 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.utils import devices
+
 Device = Any  # `jax.Device` is a value to type checkers.
 
 logger = logging.getLogger(__name__)
 
 MAX_COPIES = 64
-# The last-level cache by device kind, where it is known; the largest there is today otherwise.
-_CACHE_BYTES = {
-    "A100": 40 << 20,
-    "H100": 50 << 20,
-    "H200": 60 << 20,
-    "GH200": 50 << 20,
-    "L4": 48 << 20,
-    "L40": 96 << 20,
-}
 _LARGEST_CACHE_BYTES = 256 << 20
+"""Of all devices today."""
 
 
 def cold(
@@ -60,8 +54,7 @@ def last_level_cache_bytes(device: Device) -> int:
     """Returns the size of the cache that inputs stay warm in; a generous guess for unknown devices."""
     if device.platform == "cpu":
         return _host_cache_bytes()
-    words = device.device_kind.replace("-", " ").split()
-    return next((_CACHE_BYTES[word] for word in words if word in _CACHE_BYTES), _LARGEST_CACHE_BYTES)
+    return devices.find(device.device_kind).cache_bytes or _LARGEST_CACHE_BYTES
 
 
 def _host_cache_bytes() -> int:

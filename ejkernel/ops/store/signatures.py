@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.store.entry import StoredEntry
 
 
-def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+def compare_signatures(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """`field: one -> two` for every field in which two signatures differ."""
     a, b = dict(_fields(one)), dict(_fields(two))
     absent = "absent"
@@ -22,7 +22,7 @@ def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
 
 def closest(entries: Iterable[StoredEntry], signature: Mapping[str, Any]) -> tuple[StoredEntry, list[str]] | None:
     """The stored call that differs from `signature` in the fewest fields, and those fields."""
-    found = [(differences(e.signature, signature), e) for e in entries if e.signature is not None]
+    found = [(compare_signatures(e.signature, signature), e) for e in entries if e.signature is not None]
     if not found:
         return None
     fields, entry = min(found, key=lambda pair: (len(pair[0]), pair[1].place))

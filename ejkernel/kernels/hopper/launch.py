@@ -8,9 +8,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention.mosaic_cluster import cluster_options
+from ejkernel.kernels.hopper.cluster import cluster_options
 
-SMS = 132  # Of the H100 and H200 (SXM); on a smaller chip the last blocks just start later.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # What the matrix units read, in 16 bits.
 
 

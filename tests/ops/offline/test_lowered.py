@@ -23,7 +23,7 @@ from ejkernel.ops import (
     specs_of,
 )
 from ejkernel.ops.offline import specs
-from ejkernel.ops.offline.programs import ProgramError, UnmatchedCallWarning
+from ejkernel.ops.offline.lowered import ProgramError, UnmatchedCallWarning
 from tests import offline_program, recorded_kernels, recorded_types
 from tests.support import OwnBackward, Plain, Scale
 
@@ -299,7 +299,7 @@ def test_recording_never_breaks_the_program(monkeypatch, tmp_path, caplog):
     (tmp_path / "record.json").write_text('{"ejkernel_record": 1, "calls": [1]}')
     executor = Executor(ConfigSelectorChain())
     np.testing.assert_array_equal(executor(recorded_kernels.Anything(), X), X)
-    assert "call 0 lacks" in caplog.text
+    assert "call 0: must be a dict, got 1" in caplog.text
     (tmp_path / "record.json").unlink()
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b"), jnp.float32)
     jax.export.export(jax.jit(lambda x: executor(recorded_kernels.Anything(), x)))(shape)

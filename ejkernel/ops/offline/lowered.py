@@ -7,19 +7,18 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops import registry
-from ejkernel.ops.config.asking import on_its_platform, place_of
+from ejkernel.ops.config.asking import on_its_platform, source_line
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.offline import fleet, specs
-from ejkernel.ops.offline.result import AutotuningResult, Entry
-from ejkernel.ops.tuning.outcome import Tuning
+from ejkernel.ops.offline.result import AutotuningResult, Entry, TunedCall
 from ejkernel.ops.utils import meta
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.meta import ProgramError as ProgramError
@@ -27,7 +26,7 @@ from ejkernel.ops.utils.services import services
 
 logger = logging.getLogger("ejkernel.tuning")
 
-Program = Any
+ProgramLike = Any
 """`jax.stages.Lowered` or `Compiled`, what holds one of these, the text of either, or a file with it."""
 Specs = str | os.PathLike[str] | Iterable[specs.Spec] | None
 
@@ -38,7 +37,7 @@ class UnmatchedCallWarning(UserWarning):
 
 def autotune_lowered(
     selector: ConfigSelectorChain,
-    program: Program,
+    program: ProgramLike,
     *,
     specs: Specs = None,
     tuner: Any = None,
@@ -79,7 +78,7 @@ def autotune_lowered(
     return result
 
 
-def labels_of(program: Program) -> list[str]:
+def labels_of(program: ProgramLike) -> list[str]:
     """The labels in a program, each once."""
     if isinstance(program, str) and "\n" in program:
         return meta.extract_labels_from_hlo_text(program)
@@ -91,7 +90,7 @@ def labels_of(program: Program) -> list[str]:
     return meta.find_labels_in_lowered(program)
 
 
-def specs_of(program: Program) -> list[specs.Spec]:
+def specs_of(program: ProgramLike) -> list[specs.Spec]:
     """Specs of the calls in a program that was traced in this process, to be tuned in another."""
     calls, missing = match(labels_of(program), None)
     found = []
@@ -144,28 +143,18 @@ def tune_calls(
     if executor is not None:
         return fleet.tune_calls(selector, calls, executor, tuner)
     entries, failed = [], []
-    for outcome in tune_each(selector, calls, tuner):
-        inv, tuning = outcome.inv, outcome.tuning
-        if tuning is None:
-            logger.warning("%s %s: not tuned: %s", inv.op_id, inv.call_key, outcome.error)
-            failed.append(f"{inv.op_id} {inv.call_key}: {outcome.error}")
+    for call in tune_each(selector, calls, tuner):
+        if isinstance(call.entry, Entry):
+            entries.append(call.entry)
         else:
-            entries.append(Entry(inv.op_id, inv.call_key, tuning.cfg, tuning.statistics()))
+            failed.append(f"{' '.join(call.key[1:])}: {call.error}")
+            logger.warning("%s %s: not tuned: %s", *call.key[1:], call.error)
     return AutotuningResult(device_fingerprint(), tuple(entries), tuple(failed))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one call."""
-
-    inv: Invocation[Any, Any]
-    tuning: Tuning | None
-    error: str | None = None
 
 
 def tune_each(
     selector: ConfigSelectorChain, calls: Iterable[Invocation[Any, Any]], tuner: Any = None
-) -> Iterator[Outcome]:
+) -> Iterator[TunedCall]:
     """Tunes calls one after the other, forwards before the backwards that depend on them."""
     if tuner is not None:
         services.make_tuner(tuner)  # What is no tuner is the caller's mistake, not a call's failure.
@@ -176,18 +165,17 @@ def tune_each(
             here = on_its_platform(_after_forward(inv, chosen), inv.kernel)
             tuning = selector.tune(here, inv.kernel, tuner=tuner)
         except Exception as error:  # noqa: BLE001 - one kernel's failure must not cost the others their tuning.
-            yield Outcome(
-                inv, None, str(error) if isinstance(error, EjkernelError) else f"{type(error).__name__}: {error}"
-            )
+            known = isinstance(error, EjkernelError)
+            yield TunedCall(inv.key, None, str(error) if known else f"{type(error).__name__}: {error}")
             continue
         if tuning.measurement is None and not tuning.rounds:
             measuring = tuner if tuner is not None else selector.tuner
-            yield Outcome(inv, None, fleet.unmeasured(tuning, getattr(measuring, "budget_s", None)))
+            yield TunedCall(inv.key, None, fleet.unmeasured(tuning, getattr(measuring, "budget_s", None)))
         else:
             chosen[inv.op_id, inv.call_key] = tuning.cfg
-            if (text := tuning.shortfall(place_of(here, inv.kernel))) is not None:
+            if (text := tuning.shortfall(source_line(here, inv.kernel))) is not None:
                 logger.warning("%s %s: %s", inv.op_id, inv.call_key, text)
-            yield Outcome(inv, tuning)
+            yield TunedCall(inv.key, Entry.of(inv, inv.kernel, tuning))
 
 
 def _after_forward(inv: Invocation[Any, Any], chosen: Mapping[tuple[str, str], Any]) -> Invocation[Any, Any]:

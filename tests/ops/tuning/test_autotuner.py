@@ -22,11 +22,11 @@ from ejkernel.ops import (
     PersistentCache,
     autotune,
 )
+from ejkernel.ops.tuning.autotuner import TunerSettingError
 from ejkernel.ops.tuning.bench import Bench
-from ejkernel.ops.tuning.problem import outline, telling
+from ejkernel.ops.tuning.problem import outline, with_noise
 from ejkernel.ops.tuning.session import TuningError
 from ejkernel.ops.tuning.shortfall import TuningWarning
-from ejkernel.ops.tuning.tuner import TunerSettingError
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
@@ -168,8 +168,8 @@ def test_data_that_says_something_is_used_as_it_is():
     x, index = jnp.arange(4.0), jnp.zeros(3, jnp.int32)
     lone, infinite = jnp.ones(1), jnp.full(3, jnp.inf)
     tree = {"x": x, "index": index, "lone": lone, "infinite": infinite, "text": "a", "number": 1.0}
-    assert all(got is tree[name] for name, got in telling(tree, seed=0).items())
-    noisy = telling({"ones": jnp.ones(1000), "zeros": jnp.zeros(1000)}, seed=0)
+    assert all(got is tree[name] for name, got in with_noise(tree, seed=0).items())
+    noisy = with_noise({"ones": jnp.ones(1000), "zeros": jnp.zeros(1000)}, seed=0)
     assert 0.9 <= float(noisy["ones"].min()) < float(noisy["ones"].max()) <= 1
     assert 0 <= float(noisy["zeros"].min()) < float(noisy["zeros"].max()) <= 0.1
 
@@ -181,13 +181,13 @@ def test_noise_stays_within_the_dtype_and_where_the_array_was(dtype):
     info, devices = jnp.finfo(dtype), jax.devices()
     for value in (info.min, info.max, info.tiny, 1, -1, 0):
         x = np.full((64,), value, dtype)
-        (noisy,) = telling([x], seed=1)
+        (noisy,) = with_noise([x], seed=1)
         wide = noisy.astype(np.float64)
         assert (noisy.dtype, noisy.shape) == (x.dtype, x.shape)
         assert np.isfinite(wide).all()
         assert (np.sign(wide) * np.sign(float(value)) >= 0).all()
         assert len(np.unique(wide)) > 1 or value == info.tiny
-    free, held = telling([jnp.ones(8), jax.device_put(jnp.ones(8), devices[1])], seed=0)
+    free, held = with_noise([jnp.ones(8), jax.device_put(jnp.ones(8), devices[1])], seed=0)
     assert not free.committed
     assert held.committed
     assert held.devices() == {devices[1]}

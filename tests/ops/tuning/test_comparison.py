@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ejkernel.ops.tuning.proving import mismatch, norm_mismatch, tolerance_for
+from ejkernel.ops.tuning.comparison import mismatch, norm_mismatch, tolerance_for
 
 WANT = np.linspace(-1, 1, 100)
 

@@ -19,7 +19,7 @@ from ejkernel.ops.store import provenance
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.tuning.bench import Bench
 from ejkernel.ops.tuning.history import History
-from ejkernel.ops.tuning.isolated import RemoteBench
+from ejkernel.ops.tuning.isolated import IsolatedBench
 from ejkernel.ops.tuning.outcome import Tuning
 from ejkernel.ops.tuning.problem import Outline, Problem, from_call, materialise, outline
 from ejkernel.ops.tuning.session import Effort, Session
@@ -144,7 +144,7 @@ class Autotuner:
         if self.isolation == "thread":
             open_bench = lambda: self.bench(from_call(inv, kernel))
         else:
-            open_bench = lambda: RemoteBench(kernel, inv, self._options(), **limits)
+            open_bench = lambda: IsolatedBench(kernel, inv, self._options(), **limits)
         history = History(store, inv.key, source_of(kernel), aim="cold" if self.cold else "", limits=limits)
         stored = None if store is None else _stored(store, inv, kernel)
         keywords = {name: _as_text(value) for name, value in kernel.describe_keywords(inv).items()}

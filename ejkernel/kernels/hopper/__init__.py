@@ -1,0 +1,1 @@
+"""What all our Mosaic kernels for Hopper share: the chip, launching, clusters, matrix products."""
