@@ -16,7 +16,7 @@ from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_size
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 BACKENDS = {
-    "xla": (xla, {"cfg": xla.XlaConfig(rows=32, least_rows=8)}),
+    "xla": (xla, {"cfg": xla.XlaConfig(rows=16, least_rows=8)}),
     "triton": (triton, {"cfg": triton.TritonConfig(block_m=32, block_n=32, block_k=32), "interpret": True}),
     "pallas": (pallas, {"cfg": pallas.TpuConfig(block_m=32, block_k=128, block_n=128), "interpret": True}),
 }
@@ -48,13 +48,17 @@ def relative(got, want):
 
 def passes(module, given, sizes, first, **options):
     """The three passes, as one program."""
-    lhs, rhs, dout = given
-    options["first_row"] = first
-    return (
-        module.forward(lhs, rhs, sizes, **options),
-        module.forward(dout, rhs, sizes, transpose_rhs=True, **options),
-        module.drhs(lhs, dout, sizes, **options),
-    )
+
+    @jax.jit
+    def run(given, sizes, first):
+        lhs, rhs, dout = given
+        return (
+            module.forward(lhs, rhs, sizes, first_row=first, **options),
+            module.forward(dout, rhs, sizes, first_row=first, transpose_rhs=True, **options),
+            module.drhs(lhs, dout, sizes, first_row=first, **options),
+        )
+
+    return run(given, sizes, first)
 
 
 def expected(whole, sizes, first):
@@ -66,8 +70,7 @@ def expected(whole, sizes, first):
     )
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in CASES), (next(iter(CASES)), "bfloat16")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_passes_match_a_float64_loop_and_touch_no_other_rows(backend, name, dtype):
     rows, k, n, first, sizes = CASES[name]
