@@ -28,9 +28,18 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_drhs, reference
-from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
+from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS as ALL
+from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 
 PASSES = ("forward", "dlhs", "drhs")
+WORKLOADS = {w.name: w for w in ALL if w.device == "gpu"}
+
+
+def sizes_of(workload):
+    """Rows, groups, k and n."""
+    (rows, k), (groups, _, n) = (shape for shape, _ in workload.shapes[:2])
+    return rows, groups, k, n
 
 
 def relative(out, want) -> float:
@@ -94,7 +103,7 @@ def check(options) -> bool:
                 space = config.drhs_space if which == "drhs" else config.space
                 dtype = (jnp.bfloat16, jnp.float16)[i % 2]
                 out_dtype = jnp.float32 if i % 3 == 2 else dtype
-                cfgs = space(rows, len(sizes), k, n, jnp.dtype(out_dtype).itemsize)
+                cfgs = space(Problem(rows=rows, groups=len(sizes), k=k, n=n, out_dtype=jnp.dtype(out_dtype)))
                 for cfg in [cfgs[(5 * i + j) % len(cfgs)] for j in range(options.configs)]:
                     job = pool.submit(build_check, case, which, cfg, dtype, out_dtype, seed + i)
                     jobs.append((case, which, cfg, dtype, out_dtype, job))
@@ -134,9 +143,10 @@ def candidates(options, workload, which):
     if options.cfg:
         cfgs = [parse_config(kind, text) for text in options.cfg]
         return list(dict.fromkeys(cfg for cfg in cfgs if cfg.unfit() is None))
-    k, n = (workload.n, workload.k) if which == "dlhs" else (workload.k, workload.n)
+    rows, groups, k, n = sizes_of(workload)
+    k, n = (n, k) if which == "dlhs" else (k, n)
     space = config.drhs_space if which == "drhs" else config.space
-    return space(workload.rows, workload.groups, k, n)[: options.configs]
+    return space(Problem(rows=rows, groups=groups, k=k, n=n))[: options.configs]
 
 
 def torch_calls(lhs, rhs, dout, sizes):
@@ -165,8 +175,8 @@ def kernel_ms(call, sync):
 
 def time_workload(name, options):
     workload = WORKLOADS[name]
-    sizes = draw_group_sizes(workload.rows, workload.groups, workload.distribution, seed=options.seed)
-    rows, groups, k, n = workload.rows, workload.groups, workload.k, workload.n
+    rows, groups, k, n = sizes_of(workload)
+    sizes = draw_group_sizes(rows, groups, "even" if name.startswith("even") else "uneven", seed=options.seed)
 
     @functools.partial(jax.jit, static_argnums=(1,))
     def normal(key, shape):

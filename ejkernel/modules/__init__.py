@@ -3,6 +3,12 @@
 from ejkernel.modules.flash_attention import FlashAttention as FlashAttention
 from ejkernel.modules.flash_attention import FlashAttentionConfig as FlashAttentionConfig
 from ejkernel.modules.flash_attention import flash_attention as flash_attention
+from ejkernel.modules.grouped_matmul import GroupedDrhs as GroupedDrhs
+from ejkernel.modules.grouped_matmul import GroupedDrhsConfig as GroupedDrhsConfig
+from ejkernel.modules.grouped_matmul import GroupedMatmul as GroupedMatmul
+from ejkernel.modules.grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
+from ejkernel.modules.grouped_matmul import grouped_matmul as grouped_matmul
+from ejkernel.modules.grouped_matmul import ragged_dot as ragged_dot
 from ejkernel.modules.rms_norm import RmsNorm as RmsNorm
 from ejkernel.modules.rms_norm import RmsNormConfig as RmsNormConfig
 from ejkernel.modules.rms_norm import rms_norm as rms_norm

@@ -47,16 +47,19 @@ def outputs(fn, args):
     return [np.asarray(x, np.float64) for x in jax.jit(both)(*(args[i] for i in moving))]
 
 
-def through(kernel_class, platform):
+def through(kernel_class, platform, **params):
     """A call of the operation by one backend; on a CPU, those that can be are interpreted."""
     kernel = kernel_class(interpret=jax.default_backend() == "cpu")
-    executor, cfg = Executor(ConfigSelectorChain(cache=ConfigCache())), kernel.cfg_type(platform=platform)
-    return lambda *args, **kwargs: executor(kernel, *args, cfg=cfg, **kwargs)
+    executor, cfg = Executor(ConfigSelectorChain(cache=ConfigCache())), kernel.cfg_type(platform=platform, **params)
+    return lambda *args, **kwargs: executor(kernel, *args, cfg=cfg, platform=platform, **kwargs)
 
 
-def check(kernel_class, platform, case, oracle):
-    """`oracle(*args, **kwargs)` is plain JAX, differentiated by JAX in float64, without code of the library."""
-    args, call = case.arrays(), through(kernel_class, platform)
+def check(kernel_class, platform, case, oracle, **params):
+    """`oracle(*args, **kwargs)` is plain JAX, differentiated by JAX in float64, without code of the library.
+
+    `params` are fields of the config, as small tiles for small arrays.
+    """
+    args, call = case.arrays(), through(kernel_class, platform, **params)
     if platform in case.refused_by:
         with pytest.raises(UnsupportedCallError, match=f"{platform}: "):
             call(*args, **case.kwargs)

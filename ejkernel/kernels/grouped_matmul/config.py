@@ -7,6 +7,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, TypeVar
 
+import jax.numpy as jnp
+
+from ejkernel.kernels.grouped_matmul.problem import Problem
 from ejkernel.kernels.hopper.chip import (
     BARRIER_BYTES,
     CONSUMER_REGISTERS,
@@ -120,9 +123,17 @@ class MosaicDrhsConfig(_Tile):
     """One way to run the kernel of drhs; rows are the columns of lhs, columns those of dout."""
 
 
-def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicConfig]:
+def unsupported(problem: Problem) -> str | None:
+    """Why the Hopper kernels cannot serve a product; `None` if they can."""
+    if problem.k % STEP or problem.n % STEP:
+        return f"K and N must be multiples of {STEP} (columns of a memory tile), got {problem.k} and {problem.n}"
+    return problem.unsupported(jnp.bfloat16, jnp.float16)
+
+
+def space(problem: Problem) -> list[MosaicConfig]:
     """Configs for a forward pass that fit the chip, the guess first."""
     ways: list[tuple[Halves, Order]] = [("no", "as given"), ("no", "large first"), ("near", "large first")]
+    rows, groups, out_bytes = problem.rows, problem.groups, problem.out_bytes
     few, many = rows <= 32 * groups, rows >= 512 * groups
     ways = [*(ways[::-1] if rows >= 1024 * groups else [ways[1], ways[0], ways[2]] if many else ways)]
     tiles = [MosaicConfig(split="columns", cluster=1, block_n=128)] if few else []
@@ -130,14 +141,15 @@ def space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[Mo
         dataclasses.replace(cfg, halves=halves, order=order) for halves, order in ways for cfg in _shapes(MosaicConfig)
     ]
     # Deep rings before large stores where a tile has few steps to hide its loads under.
-    stores = (True, False) if k >= 4096 else (False, True)
+    stores = (True, False) if problem.k >= 4096 else (False, True)
     fits = [_deepest(cfg, out_bytes, whole) for whole in stores for cfg in tiles]
     return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
 
 
-def drhs_space(rows: int, groups: int, k: int, n: int, out_bytes: int = 2) -> list[MosaicDrhsConfig]:
+def drhs_space(problem: Problem) -> list[MosaicDrhsConfig]:
     """Configs for a gradient of the weights that fit the chip, the guess first."""
-    fits = [_deepest(cfg, out_bytes, whole) for whole in (True, False) for cfg in _shapes(MosaicDrhsConfig)]
+    shapes = list(_shapes(MosaicDrhsConfig))
+    fits = [_deepest(cfg, problem.out_bytes, whole) for whole in (True, False) for cfg in shapes]
     return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
 
 

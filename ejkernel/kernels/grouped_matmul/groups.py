@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,8 @@ class Local:
 
 
 def local_groups(group_sizes: Array, group_offset: Array | int | None, count: int) -> Local:
-    """The `count` groups from `group_offset` on; `group_sizes` covers all of them."""
-    sizes = jnp.asarray(group_sizes, jnp.int32)
+    """The `count` groups from `group_offset` on; `group_sizes` covers all of them. Negative sizes count as 0."""
+    sizes = jnp.maximum(jnp.asarray(group_sizes, jnp.int32), 0)
     if group_offset is None:
         return Local(sizes, None)
     offset = jnp.asarray(group_offset, jnp.int32).reshape(())
@@ -51,15 +50,6 @@ def covered(group_sizes: Array, rows: int, first_row: Array | None = None) -> Ar
     first = jnp.int32(0) if first_row is None else jnp.asarray(first_row, jnp.int32)
     row = jnp.arange(rows, dtype=jnp.int32)
     return (row >= first) & (row < first + jnp.asarray(group_sizes, jnp.int32).sum(dtype=jnp.int32))
-
-
-def with_existing(forward: Callable[[Local], Array], local: Local, rows: int, existing_out: Array | None) -> Array:
-    """What `forward` gives for the groups, and `existing_out` (else zeros) in all other rows."""
-    out = forward(local)
-    if existing_out is None:
-        return out
-    inside = covered(local.sizes, rows, local.first_row)
-    return jnp.where(inside[:, None], out, existing_out.astype(out.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

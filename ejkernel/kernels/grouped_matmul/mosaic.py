@@ -28,24 +28,13 @@ from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
     zero_items,
 )
 from ejkernel.kernels.grouped_matmul.mosaic_store import copy_rows, put
+from ejkernel.kernels.grouped_matmul.problem import product
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import AXIS, place_in_cluster, shared_barrier
 from ejkernel.kernels.hopper.launch import launch, swizzled
 from ejkernel.kernels.hopper.wgmma import layout_cast
 
 Array = jax.Array
-
-
-def unsupported(lhs: Any, rhs: Any, *, transpose_rhs: bool = False) -> str | None:
-    """Why the forward kernel cannot serve these arrays; `None` if it can."""
-    groups, k, n = rhs.shape if not transpose_rhs else (rhs.shape[0], rhs.shape[2], rhs.shape[1])
-    if lhs.dtype != rhs.dtype or lhs.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"lhs and rhs must both be bfloat16 or both float16, got {lhs.dtype} and {rhs.dtype}"
-    if k % STEP or n % STEP:
-        return f"K and N must be multiples of {STEP} (columns of a memory tile), got {k} and {n}"
-    if 0 in (groups, k, n, lhs.shape[0]):
-        return "this kernel takes no empty arrays"
-    return None
 
 
 def forward(
@@ -65,9 +54,9 @@ def forward(
     `rhs` is `[G, K, N]`, with `transpose_rhs` `[G, N, K]`. The first group begins at `first_row`.
     """
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
-    rows, k = lhs.shape
+    rows = lhs.shape[0]
     n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    cfg = cfg or space(rows, rhs.shape[0], k, n, out_dtype.itemsize)[0]
+    cfg = cfg or space(product(lhs, rhs, transpose_rhs=transpose_rhs, out_dtype=out_dtype))[0]
     if missing := -rows % ALIGNED_ROWS:
         lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
     tiling = Tiling(cfg.block_m, -(-n // cfg.block_n), cfg.cluster, cfg.band, cfg.halves, cfg.order)

@@ -28,24 +28,13 @@ from ejkernel.kernels.grouped_matmul.mosaic import (
 )
 from ejkernel.kernels.grouped_matmul.mosaic_schedule import largest_first
 from ejkernel.kernels.grouped_matmul.mosaic_store import zero_rows
+from ejkernel.kernels.grouped_matmul.problem import contraction
 from ejkernel.kernels.hopper.chip import SMS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled
 from ejkernel.kernels.hopper.wgmma import layout_cast
 
 Array = jax.Array
-
-
-def unsupported(lhs: Any, dout: Any) -> str | None:
-    """Why the kernel cannot serve these arrays; `None` if it can."""
-    (rows, k), n = lhs.shape, dout.shape[1]
-    if lhs.dtype != dout.dtype or lhs.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"lhs and dout must both be bfloat16 or both float16, got {lhs.dtype} and {dout.dtype}"
-    if k % STEP or n % STEP:
-        return f"K and N must be multiples of {STEP} (columns of a memory tile), got {k} and {n}"
-    if 0 in (rows, k, n):
-        return "this kernel takes no empty arrays"
-    return None
 
 
 def drhs(
@@ -62,7 +51,7 @@ def drhs(
     """Returns `[G, K, N]`: rows of lhs of each group, transposed, times its rows of dout."""
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
-    cfg = cfg or drhs_space(rows, groups, k, n, out_dtype.itemsize)[0]
+    cfg = cfg or drhs_space(contraction(lhs, dout, groups, out_dtype=out_dtype))[0]
     if missing := -rows % ALIGNED_ROWS:
         lhs, dout = (jnp.pad(x, ((0, missing), (0, 0))) for x in (lhs, dout))
     row_tiles, column_tiles = -(-k // (cfg.block_m * cfg.cluster)), -(-n // cfg.block_n)

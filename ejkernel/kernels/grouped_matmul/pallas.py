@@ -6,9 +6,7 @@ them, one after the other, and stays in fast memory meanwhile; each visit change
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -18,62 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.grouped_matmul.groups import row_tiles
+from ejkernel.kernels.grouped_matmul.problem import contraction, product
+from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, tpu_space
 
 Array = jax.Array
-_VMEM_BYTES = 14 << 20  # Of the 16 MiB that a kernel may use on the older chips.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TpuConfig:
-    """One way to run the kernels.
-
-    Attributes:
-      block_m: Rows of lhs at a time.
-      block_k: Its columns at a time.
-      block_n: Columns of the result at a time.
-    """
-
-    block_m: int = 512
-    block_k: int = 512
-    block_n: int = 512
-
-    def vmem_bytes(self, item_bytes: int, out_bytes: int) -> int:
-        """Fast memory of a step: both operands and the result twice, the sum once."""
-        operands = self.block_k * (self.block_m + self.block_n) + self.block_n * self.block_m
-        result = max(self.block_m, self.block_k) * self.block_n
-        return 2 * operands * item_bytes + result * (2 * out_bytes + 4)
-
-    def unfit(self, item_bytes: int = 2, out_bytes: int = 2) -> str | None:
-        """Says why this config cannot run with elements of these sizes, or `None` if it can."""
-        if self.block_m % 16 or self.block_k % 128 or self.block_n % 128:
-            return f"block_m must be a multiple of 16, the others of 128, got {dataclasses.astuple(self)}"
-        if (vmem := self.vmem_bytes(item_bytes, out_bytes)) > _VMEM_BYTES:
-            return f"needs {vmem} bytes of fast memory, a kernel has {_VMEM_BYTES}"
-        return None
-
-
-def space(rows: int, groups: int, k: int, n: int, item_bytes: int = 2) -> list[TpuConfig]:
-    """Configs that fit, the guess first."""
-    few = rows <= 128 * groups
-    guess = TpuConfig(block_m=128 if few else 512, block_k=min(512, _ceil(k)), block_n=min(512, _ceil(n)))
-    others = [
-        TpuConfig(block_m=m, block_k=min(depth, _ceil(k)), block_n=min(columns, _ceil(n)))
-        for m, depth, columns in itertools.product((128, 256, 512), (256, 512, 1024), (256, 512, 1024))
-    ]
-    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(item_bytes) is None]
-
-
-def _ceil(x: int) -> int:
-    return -(-x // 128) * 128
-
-
-def unsupported(*arrays: Any) -> str | None:
-    """Why these kernels cannot serve a call; `None` if they can."""
-    if any(0 in x.shape for x in arrays):
-        return "this kernel takes no empty arrays"
-    if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in arrays):
-        return f"arrays must be bfloat16 or float32, got {[str(x.dtype) for x in arrays]}"
-    return None
 
 
 def forward(
@@ -88,9 +34,9 @@ def forward(
     interpret: Any = False,
 ) -> Array:
     """Returns `[M, N]`: rows of a group times its weights, zeros in rows of no group."""
-    (rows, k), groups = lhs.shape, rhs.shape[0]
+    rows, k = lhs.shape
     n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    cfg = cfg or space(rows, groups, k, n, lhs.dtype.itemsize)[0]
+    cfg = cfg or tpu_space(product(lhs, rhs, transpose_rhs=transpose_rhs, out_dtype=out_dtype))[0]
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     tiles = row_tiles(group_sizes, rows, cfg.block_m, first_row=first_row, align=cfg.block_m)
     scalars = (jnp.where(tiles.live, tiles.group, -1), tiles.row // cfg.block_m, tiles.start, tiles.end)
@@ -127,7 +73,7 @@ def drhs(
 ) -> Array:
     """Returns `[G, K, N]`: rows of lhs of each group, transposed, times its rows of dout."""
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
-    cfg = cfg or space(rows, groups, k, n, lhs.dtype.itemsize)[0]
+    cfg = cfg or tpu_space(contraction(lhs, dout, groups, out_dtype=out_dtype))[0]
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     tiles = row_tiles(group_sizes, rows, cfg.block_m, first_row=first_row, align=cfg.block_m, every_group=True)
     end = jnp.where(tiles.live, tiles.end, 0)

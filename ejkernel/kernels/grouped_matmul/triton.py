@@ -6,9 +6,7 @@ the contraction. The tiles of rows are listed on the device; of the programs the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -18,64 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ejkernel.kernels.grouped_matmul.groups import bounds, row_tiles
-from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
+from ejkernel.kernels.grouped_matmul.problem import contraction, product
+from ejkernel.kernels.grouped_matmul.tiles import TritonConfig, triton_space
 
 Array = jax.Array
-_REGISTERS = 255
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TritonConfig:
-    """One way to run the kernels: the tile of the result, the length of a step, how Triton pipelines it.
-
-    Attributes:
-      block_m: Rows of the result's tile.
-      block_n: Its columns.
-      block_k: Elements of the contraction in a step.
-      num_warps: Warps of a program.
-      num_stages: Steps in flight.
-    """
-
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 32
-    num_warps: int = 8
-    num_stages: int = 3
-
-    def unfit(self, item_bytes: int = 2) -> str | None:
-        """Says why this config cannot run with elements of `item_bytes`, or `None` if it can."""
-        blocks = (self.block_m, self.block_n, self.block_k)
-        if any(x < 16 or x & (x - 1) for x in blocks):
-            return f"blocks must be powers of two of at least 16, got {blocks}"
-        smem = self.num_stages * (self.block_m + self.block_n) * self.block_k * item_bytes
-        if smem > LEAST_BLOCK_BYTES:
-            return f"needs {smem} bytes of shared memory, a block has {LEAST_BLOCK_BYTES}"
-        live = self.block_m * self.block_n // (32 * self.num_warps) + 48
-        return f"needs about {live} registers a thread, there are {_REGISTERS}" if live > _REGISTERS else None
-
-
-def space(rows: int, groups: int, k: int, n: int, item_bytes: int = 2) -> list[TritonConfig]:
-    """Configs that fit, the guess first."""
-    few = rows <= 32 * groups
-    guess = TritonConfig(block_m=32 if few else 128, block_k=64 if few else 32, num_warps=4 if few else 8)
-    others = [
-        TritonConfig(block_m=m, block_n=columns, block_k=depth, num_warps=warps, num_stages=stages)
-        for m, columns, depth, warps, stages in itertools.product(
-            (32, 64, 128), (64, 128, 256), (32, 64), (4, 8), (3, 4)
-        )
-    ]
-    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(item_bytes) is None]
-
-
-def unsupported(capability: tuple[int, int], *arrays: Any) -> str | None:
-    """Why these kernels cannot serve a call on a GPU of this compute capability; `None` if they can."""
-    if capability < (8, 0):
-        return "this kernel needs an NVIDIA GPU from Ampere on"
-    if any(0 in x.shape for x in arrays):
-        return "this kernel takes no empty arrays"
-    if any(x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) for x in arrays):
-        return f"arrays must be bfloat16, float16 or float32, got {[str(x.dtype) for x in arrays]}"
-    return None
 
 
 def forward(
@@ -90,9 +34,9 @@ def forward(
     interpret: bool = False,
 ) -> Array:
     """Returns `[M, N]`: rows of a group times its weights, zeros in rows of no group."""
-    (rows, k), groups = lhs.shape, rhs.shape[0]
+    rows, k = lhs.shape
     n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    cfg = cfg or space(rows, groups, k, n, lhs.dtype.itemsize)[0]
+    cfg = cfg or triton_space(product(lhs, rhs, transpose_rhs=transpose_rhs, out_dtype=out_dtype))[0]
     tiles = row_tiles(group_sizes, rows, cfg.block_m, first_row=first_row, align=1)
     last = jnp.where(tiles.live, tiles.end, 0)
     kernel = functools.partial(_forward_kernel, cfg=cfg, transpose_rhs=transpose_rhs, sizes=(rows, k, n))
@@ -113,7 +57,7 @@ def drhs(
 ) -> Array:
     """Returns `[G, K, N]`: rows of lhs of each group, transposed, times its rows of dout."""
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
-    cfg = cfg or space(rows, groups, k, n, lhs.dtype.itemsize)[0]
+    cfg = cfg or triton_space(contraction(lhs, dout, groups, out_dtype=out_dtype))[0]
     starts, ends = bounds(group_sizes, rows, first_row)
     kernel = functools.partial(_drhs_kernel, cfg=cfg, sizes=(rows, k, n))
     out_shape = jax.ShapeDtypeStruct((groups, k, n), jnp.dtype(lhs.dtype if out_dtype is None else out_dtype))

@@ -1,40 +1,58 @@
-"""Named grouped products, shared by tests, benchmark and packs."""
+"""The grouped products that tables and packs hold."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from ejkernel.ops.core.workload import Workload
 
 Distribution = Literal["even", "uneven", "one-hot", "with empty groups"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """A grouped product `[rows, k] x [groups, k, n]`, and how its rows fall on the groups."""
+def product(
+    name: str,
+    device: Literal["cpu", "gpu"],
+    sizes: tuple[int, int, int, int],
+    distribution: Distribution = "uneven",
+    dtype: str = "bfloat16",
+) -> Workload:
+    """`[rows, k] x [groups, k, n]`, given as rows, groups, k and n, and how the rows fall on the groups."""
+    rows, groups, k, n = sizes
 
-    rows: int
-    groups: int
-    k: int
-    n: int
-    distribution: Distribution = "uneven"
+    def draw(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        lhs, rhs, _ = args
+        keys = jax.random.split(key)
+        drawn = jnp.asarray(draw_group_sizes(rows, groups, distribution))
+        return jax.random.normal(keys[0], lhs.shape, lhs.dtype), jax.random.normal(keys[1], rhs.shape, rhs.dtype), drawn
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.k * self.n
+    width = jnp.dtype(dtype).itemsize
+    return Workload(
+        name=name,
+        device=device,
+        shapes=(((rows, k), dtype), ((groups, k, n), dtype), ((groups,), "int32")),
+        flops=2 * rows * k * n,
+        backward_flops=4 * rows * k * n,
+        bytes=width * (rows * (k + n) + groups * k * n),
+        backward_bytes=2 * width * (rows * (k + n) + groups * k * n),
+        draw=draw,
+    )
 
 
-WORKLOADS = {
-    "mixtral": Workload(rows=16_384, groups=8, k=4096, n=14_336),
-    "mixtral-down": Workload(rows=16_384, groups=8, k=14_336, n=4096),
-    "qwen3-30b": Workload(rows=65_536, groups=128, k=2048, n=768),
-    "qwen3-30b-down": Workload(rows=65_536, groups=128, k=768, n=2048),
-    "even-32": Workload(rows=65_536, groups=32, k=6144, n=2048, distribution="even"),
-    "deepseek-v3": Workload(rows=32_768, groups=256, k=7168, n=2048),
-    "decode-qwen3-30b": Workload(rows=512, groups=128, k=2048, n=768),
-    "decode-deepseek-v3": Workload(rows=2048, groups=256, k=7168, n=2048),
-}
+WORKLOADS = (
+    product("small experts", "cpu", (1024, 8, 256, 512), dtype="float32"),
+    product("mixtral", "gpu", (16_384, 8, 4096, 14_336)),
+    product("mixtral-down", "gpu", (16_384, 8, 14_336, 4096)),
+    product("qwen3-30b", "gpu", (65_536, 128, 2048, 768)),
+    product("qwen3-30b-down", "gpu", (65_536, 128, 768, 2048)),
+    product("even-32", "gpu", (65_536, 32, 6144, 2048), "even"),
+    product("deepseek-v3", "gpu", (32_768, 256, 7168, 2048)),
+    product("decode-qwen3-30b", "gpu", (512, 128, 2048, 768)),
+    product("decode-deepseek-v3", "gpu", (2048, 256, 7168, 2048)),
+)
 
 
 def draw_group_sizes(rows: int, groups: int, distribution: Distribution = "uneven", *, seed: int = 0) -> np.ndarray:

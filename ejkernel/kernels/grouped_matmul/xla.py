@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.grouped_matmul.groups import bounds
+from ejkernel.kernels.grouped_matmul.problem import Problem
 
 Array = jax.Array
 
@@ -47,7 +48,12 @@ class XlaConfig:
         return sizes
 
 
-def space(rows: int, groups: int) -> list[XlaConfig]:
+def unsupported(problem: Problem) -> str | None:
+    """Nothing: every product is served."""
+    return None
+
+
+def space(problem: Problem) -> list[XlaConfig]:
     """Configs for a product, the guess first."""
     sizes = [XlaConfig(), XlaConfig(rows=256), XlaConfig(rows=1024), XlaConfig(rows=128), XlaConfig(least_rows=64)]
     return [*sizes, XlaConfig(least_rows=8)]
@@ -68,10 +74,11 @@ def forward(
     rows = lhs.shape[0]
     n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
     out_dtype = jnp.dtype(jnp.result_type(lhs, rhs) if out_dtype is None else out_dtype)
-    out = jnp.zeros((rows, n), out_dtype)
-    if 0 in (rhs.shape[0], rows):
-        return out
+    if rhs.shape[0] == 0 or _is_zero(rows):
+        return jnp.zeros((rows, n), out_dtype)
     starts, ends = bounds(group_sizes, rows, first_row)
+    lhs = _padded(lhs, cfg)
+    out = jnp.zeros((lhs.shape[0], n), out_dtype)
     contract = ((1,), (1 if transpose_rhs else 0,))
 
     def group(g, out):
@@ -89,9 +96,9 @@ def forward(
             old = lax.dynamic_slice_in_dim(out, row, size)
             return lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], product(row, size), old), row, 0)
 
-        return _pieces(cfg, rows, starts[g], ends[g], whole, partial, out)
+        return _pieces(cfg, lhs.shape[0], starts[g], ends[g], whole, partial, out)
 
-    return lax.fori_loop(0, rhs.shape[0], group, out)
+    return lax.fori_loop(0, rhs.shape[0], group, out)[:rows]
 
 
 def drhs(
@@ -108,9 +115,10 @@ def drhs(
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
     out_dtype = jnp.dtype(jnp.result_type(lhs, dout) if out_dtype is None else out_dtype)
     out = jnp.zeros((groups, k, n), out_dtype)
-    if 0 in (groups, rows):
+    if groups == 0 or _is_zero(rows):
         return out
     starts, ends = bounds(group_sizes, rows, first_row)
+    lhs, dout = _padded(lhs, cfg), _padded(dout, cfg)
     wide = _wide(out_dtype)
 
     def product(a, b, total):
@@ -127,10 +135,19 @@ def drhs(
         return product(a, b, total)
 
     def group(g, out):
-        total = _pieces(cfg, rows, starts[g], ends[g], whole, partial, jnp.zeros((k, n), wide))
+        total = _pieces(cfg, lhs.shape[0], starts[g], ends[g], whole, partial, jnp.zeros((k, n), wide))
         return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), g, 0)
 
     return lax.fori_loop(0, groups, group, out)
+
+
+def _is_zero(rows: Any) -> bool:
+    return isinstance(rows, int) and rows == 0
+
+
+def _padded(x: Array, cfg: XlaConfig | None) -> Array:
+    """`x` with rows enough for the largest piece, if it is not known how many there are."""
+    return x if isinstance(x.shape[0], int) else jnp.pad(x, ((0, (cfg or XlaConfig()).rows), (0, 0)))
 
 
 def _pieces(

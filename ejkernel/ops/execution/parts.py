@@ -232,7 +232,8 @@ class WholeCall:
         """`fwd_with_residuals` of the attempt that serves the call, or of the next one that can."""
         kernel, run = self.fixed.kernel, self.pipeline.labelled
         if residual_pair(kernel, first) is None:
-            return run(first, first.run, *args, **kwargs), (None, None, autodiff.Note(first))
+            # With its gradient: the backward is a function of the arguments, so a gradient of a gradient has one too.
+            return self._differentiable(first, args, kwargs), (None, None, autodiff.Note(first))
         reasons: dict[str, str] = {}
         others = (a for a in self.pipeline.attempts(first.inv, reasons) if a.platform != first.platform)
         for attempt in itertools.chain([first], others):

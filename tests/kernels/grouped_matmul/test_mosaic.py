@@ -22,6 +22,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
     largest_first,
     zero_items,
 )
+from ejkernel.kernels.grouped_matmul.problem import product
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
 from ejkernel.ops.utils.devices import HOPPER
 
@@ -126,16 +127,16 @@ def test_groups_are_listed_by_size_with_their_rows():
     assert end == [14, 23, 28, 5, 14]
 
 
-@pytest.mark.parametrize("out_bytes", [2, 4])
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_config_spaces_hold_only_what_fits(name, out_bytes):
-    w = WORKLOADS[name]
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("workload", WORKLOADS, ids=str)
+def test_config_spaces_hold_only_what_fits(workload, out_dtype):
+    problem = product(*workload.abstract()[0][:2], out_dtype=out_dtype)
     for cfgs in (config.space, config.drhs_space):
-        found = cfgs(w.rows, w.groups, w.k, w.n, out_bytes)
+        found = cfgs(problem)
         assert found
         assert len(set(found)) == len(found)
-        assert all(cfg.unfit(out_bytes) is None for cfg in found)
-        assert all(cfg.smem_bytes(out_bytes) <= HOPPER.block_bytes for cfg in found)
+        assert all(cfg.unfit(problem.out_bytes) is None for cfg in found)
+        assert all(cfg.smem_bytes(problem.out_bytes) <= HOPPER.block_bytes for cfg in found)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""The implementations of the grouped product and of the gradient of its weights, as backends of two operations."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from ejkernel.kernels.grouped_matmul import config, problem, tiles, xla
+from ejkernel.kernels.grouped_matmul.config import MosaicConfig, MosaicDrhsConfig
+from ejkernel.kernels.grouped_matmul.groups import local_groups
+from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
+from ejkernel.kernels.grouped_matmul.xla import XlaConfig
+from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils.fingerprint import compute_capability
+
+Array = jax.Array
+_HERE = "ejkernel.kernels.grouped_matmul"
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """What the base asks of a backend.
+
+    Attributes:
+      module: The module that holds the kernel; it is imported when it is first needed.
+      unfit: Why the kernel cannot serve a problem; None if it can.
+      space: Params for a problem, the guess first.
+    """
+
+    module: str
+    unfit: Callable[[Problem], str | None]
+    space: Callable[[Problem], list[Any]]
+
+    @property
+    def __name__(self) -> str:
+        """The name of the module, whose code counts as the operation's own."""
+        return self.module
+
+    @property
+    def _kernels(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    def problem(self, inv: Invocation[Any, Any]) -> Problem:
+        """What a call is about."""
+        raise NotImplementedError
+
+    def unsupported(self, inv: Invocation[Any, Any], *, backward: bool) -> str | None:
+        """Why a call cannot be served; None if it can."""
+        return self.unfit(self.problem(inv))
+
+    def forward_space(self, inv: Invocation[Any, Any]) -> list[Any]:
+        """The params to choose from, the guess first."""
+        return self.space(self.problem(inv))
+
+
+class _Product(_Functions):
+    """The forward; of a call that is transposed, dlhs too."""
+
+    def problem(self, inv: Invocation[Any, Any]) -> Problem:
+        """Of lhs and rhs."""
+        lhs, rhs = inv.args[:2]
+        return problem.product(lhs, rhs, transpose_rhs=inv.kwargs["transpose_rhs"], out_dtype=inv.kwargs["out_dtype"])
+
+    def run(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, *, params: Any, **options: Any) -> Array:
+        """Rows of the groups at hand times their weights, zeros elsewhere."""
+        local = local_groups(sizes, offset, rhs.shape[0])
+        return self._kernels.forward(lhs, rhs, local.sizes, first_row=local.first_row, cfg=params, **options)
+
+
+class _Contraction(_Functions):
+    """The gradient of the weights."""
+
+    def problem(self, inv: Invocation[Any, Any]) -> Problem:
+        """Of lhs and dout."""
+        lhs, dout = inv.args[:2]
+        return problem.contraction(lhs, dout, inv.kwargs["groups"], out_dtype=inv.kwargs["out_dtype"])
+
+    def run(
+        self, lhs: Array, dout: Array, sizes: Array, offset: Any, *, params: Any, groups: int, **options: Any
+    ) -> Array:
+        """For each group at hand its rows of lhs, transposed, times those of dout."""
+        local = local_groups(sizes, offset, groups)
+        return self._kernels.drhs(lhs, dout, local.sizes, first_row=local.first_row, cfg=params, **options)
+
+
+def _hopper_unfit(problem: Problem) -> str | None:
+    if (have := compute_capability())[0] != 9:
+        return f"written for Hopper (compute capability 9.0), this device has {have[0]}.{have[1]}"
+    return config.unsupported(problem)
+
+
+PRODUCT = (
+    Backend(
+        "mosaic",
+        _Product(f"{_HERE}.mosaic", _hopper_unfit, config.space),
+        MosaicConfig,
+        capability=(9, 0),
+        thorough=True,
+    ),
+    Backend(
+        "triton",
+        _Product(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space),
+        TritonConfig,
+        capability=(8, 0),
+        interpret=True,
+    ),
+    Backend("pallas", _Product(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space), TpuConfig, interpret=True),
+    Backend("xla", _Product(f"{_HERE}.xla", xla.unsupported, xla.space), XlaConfig),
+)
+CONTRACTION = (
+    Backend(
+        "mosaic",
+        _Contraction(f"{_HERE}.mosaic_drhs", _hopper_unfit, config.drhs_space),
+        MosaicDrhsConfig,
+        capability=(9, 0),
+        thorough=True,
+    ),
+    Backend(
+        "triton",
+        _Contraction(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space),
+        TritonConfig,
+        capability=(8, 0),
+        interpret=True,
+    ),
+    Backend(
+        "pallas", _Contraction(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space), TpuConfig, interpret=True
+    ),
+    Backend("xla", _Contraction(f"{_HERE}.xla", xla.unsupported, xla.space), XlaConfig),
+)

@@ -1,0 +1,71 @@
+"""What a grouped product is about: all that implementations decide by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """`[rows, k] x [groups, k, n] -> [rows, n]`, or the gradient of its weights, `[rows, k] x [rows, n]`.
+
+    Attributes:
+      rows: Rows of lhs; a symbol while exporting a program for any number of them.
+      groups: Groups whose weights are at hand.
+      k: Columns of lhs.
+      n: Columns of the other rows.
+      dtypes: Of the two operands.
+      out_dtype: Of the result.
+    """
+
+    rows: Any
+    groups: int
+    k: int
+    n: int
+    dtypes: tuple[Any, Any] = (jnp.bfloat16, jnp.bfloat16)
+    out_dtype: Any = jnp.bfloat16
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of the wider operand's elements."""
+        return max(jnp.dtype(d).itemsize for d in self.dtypes)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of the result's elements."""
+        return jnp.dtype(self.out_dtype).itemsize
+
+    def unsupported(self, *dtypes: Any) -> str | None:
+        """Why a kernel for these dtypes cannot serve it, whatever its tiles; `None` if it can."""
+        left, right = (jnp.dtype(d) for d in self.dtypes)
+        if left != right or left not in dtypes or self.out_dtype not in (left, jnp.float32):
+            names = ", ".join(jnp.dtype(d).name for d in dtypes)
+            return (
+                f"both operands must have one dtype of {names}, the result the same or float32, "
+                f"got {left}, {right} and {jnp.dtype(self.out_dtype)}"
+            )
+        if not isinstance(self.rows, int):
+            return f"the number of rows must be known, got {self.rows}"
+        if 0 in (self.rows, self.groups, self.k, self.n):
+            return "this kernel takes no empty arrays"
+        return None
+
+
+def product(lhs: Any, rhs: Any, *, transpose_rhs: bool = False, out_dtype: Any = None) -> Problem:
+    """The problem of a forward pass."""
+    groups, k, n = rhs.shape if not transpose_rhs else (rhs.shape[0], rhs.shape[2], rhs.shape[1])
+    return _problem(lhs, rhs, groups, k, n, out_dtype)
+
+
+def contraction(lhs: Any, dout: Any, groups: int, *, out_dtype: Any = None) -> Problem:
+    """The problem of a gradient of the weights."""
+    return _problem(lhs, dout, groups, lhs.shape[1], dout.shape[1], out_dtype)
+
+
+def _problem(lhs: Any, other: Any, groups: int, k: int, n: int, out_dtype: Any) -> Problem:
+    out_dtype = jnp.result_type(lhs.dtype, other.dtype) if out_dtype is None else out_dtype
+    dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(other.dtype))
+    return Problem(rows=lhs.shape[0], groups=groups, k=k, n=n, dtypes=dtypes, out_dtype=jnp.dtype(out_dtype))

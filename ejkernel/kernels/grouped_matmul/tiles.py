@@ -1,0 +1,111 @@
+"""What the Triton and the TPU kernels for grouped products may be tuned over, and what they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
+
+_REGISTERS = 255
+_VMEM_BYTES = 14 << 20  # Of the 16 MiB that a kernel may use on the older TPUs.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TritonConfig:
+    """One way to run the Triton kernels: the tile of the result, the length of a step, how Triton pipelines it.
+
+    Attributes:
+      block_m: Rows of the result's tile.
+      block_n: Its columns.
+      block_k: Elements of the contraction in a step.
+      num_warps: Warps of a program.
+      num_stages: Steps in flight.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 32
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def unfit(self, item_bytes: int = 2) -> str | None:
+        """Says why this config cannot run with elements of `item_bytes`, or `None` if it can."""
+        blocks = (self.block_m, self.block_n, self.block_k)
+        if any(x < 16 or x & (x - 1) for x in blocks):
+            return f"blocks must be powers of two of at least 16, got {blocks}"
+        smem = self.num_stages * (self.block_m + self.block_n) * self.block_k * item_bytes
+        if smem > LEAST_BLOCK_BYTES:
+            return f"needs {smem} bytes of shared memory, a block has {LEAST_BLOCK_BYTES}"
+        live = self.block_m * self.block_n // (32 * self.num_warps) + 48
+        return f"needs about {live} registers a thread, there are {_REGISTERS}" if live > _REGISTERS else None
+
+
+def triton_space(problem: Problem) -> list[TritonConfig]:
+    """Configs that fit, the guess first."""
+    few = problem.rows <= 32 * problem.groups
+    guess = TritonConfig(block_m=32 if few else 128, block_k=64 if few else 32, num_warps=4 if few else 8)
+    others = [
+        TritonConfig(block_m=m, block_n=columns, block_k=depth, num_warps=warps, num_stages=stages)
+        for m, columns, depth, warps, stages in itertools.product(
+            (32, 64, 128), (64, 128, 256), (32, 64), (4, 8), (3, 4)
+        )
+    ]
+    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(problem.item_bytes) is None]
+
+
+def triton_unsupported(problem: Problem) -> str | None:
+    """Why the Triton kernels cannot serve a product; `None` if they can."""
+    return problem.unsupported(jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TpuConfig:
+    """One way to run the TPU kernels.
+
+    Attributes:
+      block_m: Rows of lhs at a time.
+      block_k: Its columns at a time.
+      block_n: Columns of the result at a time.
+    """
+
+    block_m: int = 512
+    block_k: int = 512
+    block_n: int = 512
+
+    def vmem_bytes(self, item_bytes: int, out_bytes: int) -> int:
+        """Fast memory of a step: both operands and the result twice, the sum once."""
+        operands = self.block_k * (self.block_m + self.block_n) + self.block_n * self.block_m
+        result = max(self.block_m, self.block_k) * self.block_n
+        return 2 * operands * item_bytes + result * (2 * out_bytes + 4)
+
+    def unfit(self, item_bytes: int = 2, out_bytes: int = 2) -> str | None:
+        """Says why this config cannot run with elements of these sizes, or `None` if it can."""
+        if self.block_m % 16 or self.block_k % 128 or self.block_n % 128:
+            return f"block_m must be a multiple of 16, the others of 128, got {dataclasses.astuple(self)}"
+        if (vmem := self.vmem_bytes(item_bytes, out_bytes)) > _VMEM_BYTES:
+            return f"needs {vmem} bytes of fast memory, a kernel has {_VMEM_BYTES}"
+        return None
+
+
+def tpu_space(problem: Problem) -> list[TpuConfig]:
+    """Configs that fit, the guess first."""
+    few, k, n = problem.rows <= 128 * problem.groups, problem.k, problem.n
+    guess = TpuConfig(block_m=128 if few else 512, block_k=min(512, _ceil(k)), block_n=min(512, _ceil(n)))
+    others = [
+        TpuConfig(block_m=m, block_k=min(depth, _ceil(k)), block_n=min(columns, _ceil(n)))
+        for m, depth, columns in itertools.product((128, 256, 512), (256, 512, 1024), (256, 512, 1024))
+    ]
+    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(problem.item_bytes, problem.out_bytes) is None]
+
+
+def _ceil(x: int) -> int:
+    return -(-x // 128) * 128
+
+
+def tpu_unsupported(problem: Problem) -> str | None:
+    """Why the TPU kernels cannot serve a product; `None` if they can."""
+    return problem.unsupported(jnp.bfloat16, jnp.float32)

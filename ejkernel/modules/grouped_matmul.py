@@ -1,0 +1,359 @@
+"""Grouped products: rows that are sorted by group, each group times weights of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.errors import EjkernelError
+from ejkernel.kernels.grouped_matmul import xla
+from ejkernel.kernels.grouped_matmul.backends import CONTRACTION, PRODUCT
+from ejkernel.kernels.grouped_matmul.config import MosaicConfig, MosaicDrhsConfig
+from ejkernel.kernels.grouped_matmul.groups import covered, local_groups
+from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
+from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
+from ejkernel.kernels.grouped_matmul.xla import XlaConfig
+from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.core.operation import Operation
+from ejkernel.ops.core.types import Cfg
+
+Array = jax.Array
+Platform = Literal["mosaic", "triton", "pallas", "xla"]
+ForwardParams = MosaicConfig | TritonConfig | TpuConfig | XlaConfig
+DrhsParams = MosaicDrhsConfig | TritonConfig | TpuConfig | XlaConfig
+
+
+@dataclass(frozen=True)
+class GroupedMatmulConfig:
+    """How a call is run: by which implementation, in which tiles.
+
+    The gradients are calls of their own: chosen, tuned and stored apart. Params for them in an explicit `cfg=` are
+    taken as they are.
+    """
+
+    fwd_params: ForwardParams | None = None
+    dlhs_params: ForwardParams | None = None
+    drhs_params: DrhsParams | None = None
+    platform: Platform | None = None
+
+
+@dataclass(frozen=True)
+class GroupedDrhsConfig:
+    """How the gradient of the weights is computed."""
+
+    fwd_params: DrhsParams | None = None
+    platform: Platform | None = None
+
+
+class GroupedMatmulArgumentError(EjkernelError, ValueError):
+    """An argument of a grouped product does not fit the others."""
+
+
+class _Grouped(Operation[Cfg, Array]):
+    """What both products share."""
+
+    def __init__(self, name: str, *, interpret: bool = False) -> None:
+        super().__init__(name, interpret=interpret)
+
+    def run_on(self, backend: Backend, /, *args: Any, cfg: Any, precision: Any = None, **kwargs: Any) -> Array:
+        """Runs a call; only XLA has several precisions, kernels take the highest."""
+        if backend.platform == "xla":
+            kwargs["precision"] = precision
+        return super().run_on(backend, *args, cfg=cfg, **kwargs)
+
+    def _nested(
+        self, cfg: Any, kwargs: dict[str, Any], operation: Any, args: tuple[Any, ...], params: Any = None, **own: Any
+    ) -> Array:
+        """A product that a gradient is made of: a call of its own, on the platform that the call asks for."""
+        kernel = operation(interpret=self.interpret)
+        if params is not None or self.interpret:  # What is interpreted is not chosen, it is named.
+            own["cfg"] = kernel.cfg_type(fwd_params=params, platform=cfg.platform)
+        shared = {name: kwargs[name] for name in ("platform", "precision") if name in kwargs}
+        return kernel(*args, **own, **shared)
+
+    def example_inputs(self, inv: Invocation[Any, Any], key: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Normal floats, and groups of uneven sizes that hold all rows."""
+        lhs, other, sizes, *rest = inv.args
+        keys = jax.random.split(key, 3)
+        seed = int(jax.random.randint(keys[2], (), 0, 1 << 30))
+        draw = lambda k, x: None if x is None else jax.random.normal(k, x.shape, x.dtype)
+        drawn = jnp.asarray(draw_group_sizes(lhs.shape[0], sizes.shape[0], seed=seed), sizes.dtype)
+        offset, existing = [*rest, None][:2]
+        offset = None if offset is None else jnp.zeros(offset.shape, offset.dtype)
+        args = (draw(keys[0], lhs), draw(keys[1], other), drawn, offset)
+        return (*args, *([draw(keys[1], existing)] if len(rest) > 1 else [])), dict(inv.kwargs)
+
+
+class GroupedMatmul(_Grouped[GroupedMatmulConfig]):
+    """`lhs[rows of group g] @ rhs[g]`; positional: lhs, rhs, group_sizes, group_offset, existing_out."""
+
+    backends = PRODUCT
+    workload_module = "ejkernel.kernels.grouped_matmul.workloads"
+
+    def __init__(self, *, interpret: bool = False) -> None:
+        super().__init__("grouped_matmul", interpret=interpret)
+
+    def prepare(
+        self,
+        lhs: Any,
+        rhs: Any,
+        group_sizes: Any,
+        group_offset: Any = None,
+        existing_out: Any = None,
+        *,
+        transpose_rhs: bool = False,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        platform: str | None = None,
+        out_dtype: Any = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks the arguments; afterwards `out_dtype` says what the result is."""
+        lhs, rhs, sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
+        _check_groups(sizes, group_offset, rhs.shape[0] if rhs.ndim else 0)
+        if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
+            form = "[groups, n, k]" if transpose_rhs else "[groups, k, n]"
+            raise GroupedMatmulArgumentError(
+                f"lhs must be [rows, k] and rhs {form} with the same k, got {lhs.shape} and {rhs.shape}."
+            )
+        if out_dtype is None:
+            out_dtype = _result_dtype(lhs, rhs, preferred_element_type)
+        shape = (lhs.shape[0], rhs.shape[1 if transpose_rhs else 2])
+        if existing_out is not None and (existing_out.shape != shape or existing_out.dtype != jnp.dtype(out_dtype)):
+            raise GroupedMatmulArgumentError(
+                f"existing_out must be {out_dtype}{list(shape)}, as the result, "
+                f"got {existing_out.dtype}{list(existing_out.shape)}."
+            )
+        kwargs = {"transpose_rhs": bool(transpose_rhs), "out_dtype": jnp.dtype(out_dtype).name}
+        return (lhs, rhs, sizes, group_offset, existing_out), kwargs | _given(precision=precision, platform=platform)
+
+    def run_on(self, backend: Backend, /, *args: Any, cfg: Any, **kwargs: Any) -> Array:
+        """The product; rows of no group are those of existing_out."""
+        *args, existing_out = args
+        out = super().run_on(backend, *args, cfg=cfg, **kwargs)
+        if existing_out is None:
+            return out
+        return jnp.where(_inside(*args)[:, None], out, existing_out)
+
+    def custom_vjp(self, primals: Any, cfg: Any, kwargs: dict[str, Any], cotangents: Any) -> tuple[Any, ...]:
+        """Dlhs is a product with the weights transposed, drhs an operation of its own."""
+        lhs, rhs, sizes, offset, existing_out = primals
+        (dout,) = cotangents
+        transposed, nested = kwargs["transpose_rhs"], partial(self._nested, cfg, kwargs)
+        # Rounded as the operands are: the gradients are, too.
+        narrow = dout.astype(jnp.result_type(lhs.dtype, rhs.dtype))
+        options = {"transpose_rhs": not transposed, "out_dtype": lhs.dtype.name}
+        dlhs = nested(GroupedMatmul, (narrow, rhs, sizes, offset), cfg.dlhs_params, **options)
+        pair = (narrow, lhs) if transposed else (lhs, narrow)
+        options = {"groups": rhs.shape[0], "out_dtype": rhs.dtype.name}
+        drhs = nested(GroupedDrhs, (*pair, sizes, offset), cfg.drhs_params, **options)
+        inside = None if existing_out is None else _inside(lhs, rhs, sizes, offset)[:, None]
+        return dlhs, drhs, None, None, None if inside is None else jnp.where(inside, 0, dout)
+
+    def reference(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, existing_out: Any, **kwargs: Any) -> Array:
+        """Pieces of rows by XLA, at the highest precision."""
+        local, out_dtype = local_groups(sizes, offset, rhs.shape[0]), kwargs["out_dtype"]
+        options = {"transpose_rhs": kwargs["transpose_rhs"], "out_dtype": out_dtype, "precision": "highest"}
+        out = xla.forward(lhs, rhs, local.sizes, first_row=local.first_row, **options)
+        return out if existing_out is None else jnp.where(_inside(lhs, rhs, sizes, offset)[:, None], out, existing_out)
+
+
+class GroupedDrhs(_Grouped[GroupedDrhsConfig]):
+    """The gradient of the weights, `lhs[rows of g].T @ dout[rows of g]`; its own gradients are grouped products again.
+
+    Positional: lhs, dout, group_sizes, group_offset.
+    """
+
+    backends = CONTRACTION
+
+    def __init__(self, *, interpret: bool = False) -> None:
+        super().__init__("grouped_matmul_drhs", interpret=interpret)
+
+    def prepare(
+        self,
+        lhs: Any,
+        dout: Any,
+        group_sizes: Any,
+        group_offset: Any = None,
+        *,
+        groups: int | None = None,
+        out_dtype: Any = None,
+        precision: Any = None,
+        platform: str | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks the arguments."""
+        groups = group_sizes.shape[0] if groups is None else groups
+        _check_groups(group_sizes, group_offset, groups)
+        if lhs.ndim != 2 or dout.ndim != 2 or lhs.shape[0] != dout.shape[0]:
+            raise GroupedMatmulArgumentError(
+                f"lhs and dout must be [rows, k] and [rows, n] with the same rows, got {lhs.shape} and {dout.shape}."
+            )
+        out_dtype = jnp.result_type(lhs.dtype, dout.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+        kwargs = {"groups": groups, "out_dtype": out_dtype.name}
+        return (lhs, dout, group_sizes, group_offset), kwargs | _given(precision=precision, platform=platform)
+
+    def custom_vjp(self, primals: Any, cfg: Any, kwargs: dict[str, Any], cotangents: Any) -> tuple[Any, ...]:
+        """Products of the rows with the gradient's gradient."""
+        lhs, dout, sizes, offset = primals
+        nested = partial(self._nested, cfg, kwargs, GroupedMatmul)
+        narrow = cotangents[0].astype(jnp.result_type(lhs.dtype, dout.dtype))
+        dlhs = nested((dout, narrow, sizes, offset), transpose_rhs=True, out_dtype=lhs.dtype.name)
+        return dlhs, nested((lhs, narrow, sizes, offset), out_dtype=dout.dtype.name), None, None
+
+    def reference(self, lhs: Array, dout: Array, sizes: Array, offset: Any, **kwargs: Any) -> Array:
+        """Pieces of rows by XLA, at the highest precision."""
+        local = local_groups(sizes, offset, kwargs["groups"])
+        options = {"out_dtype": kwargs["out_dtype"], "precision": "highest"}
+        return xla.drhs(lhs, dout, local.sizes, first_row=local.first_row, **options)
+
+
+def _inside(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Array:
+    local = local_groups(sizes, offset, rhs.shape[0])
+    return covered(local.sizes, lhs.shape[0], local.first_row)
+
+
+def _given(**kwargs: Any) -> dict[str, Any]:
+    return {name: x for name, x in kwargs.items() if x is not None}
+
+
+def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> Any:
+    """That of `jax.lax.ragged_dot`."""
+    shapes = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in (((1, 1), lhs), ((1, 1, 1), rhs))]
+    sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = lambda *args: jax.lax.ragged_dot(*args, preferred_element_type=preferred)
+    return jax.eval_shape(call, *shapes, sizes).dtype
+
+
+def _check_groups(sizes: Any, offset: Any, groups: int) -> None:
+    if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise GroupedMatmulArgumentError(
+            f"group_sizes must be integers [groups], got {sizes.dtype}{list(sizes.shape)}."
+        )
+    if offset is None and sizes.shape[0] != groups:
+        raise GroupedMatmulArgumentError(
+            f"group_sizes must have one entry per group of rhs, {groups}, got {sizes.shape[0]}. With group_offset it "
+            "covers all groups, and rhs those from the offset on."
+        )
+    if offset is not None and (np.size(offset) != 1 or not jnp.issubdtype(jnp.result_type(offset), jnp.integer)):
+        shape = np.shape(offset)
+        raise GroupedMatmulArgumentError(
+            f"group_offset must be one integer, got {jnp.result_type(offset)}{list(shape)}."
+        )
+
+
+def _check_values(sizes: Any, rows: Any) -> None:
+    """Refuses sizes that are known and cannot be; on an accelerator reading them would make a call wait."""
+    if isinstance(sizes, jax.core.Tracer) or not isinstance(rows, int):
+        return
+    if isinstance(sizes, jax.Array) and (not sizes.is_fully_addressable or _is_remote(sizes)):
+        return
+    known = np.asarray(sizes)
+    if known.size and np.issubdtype(known.dtype, np.integer) and (known.min() < 0 or known.sum(dtype=np.int64) > rows):
+        raise GroupedMatmulArgumentError(
+            f"group_sizes must be 0 or more and add up to {rows} rows at most, got a least size of {known.min()} and a "
+            f"sum of {known.sum(dtype=np.int64)}."
+        )
+
+
+def _is_remote(x: jax.Array) -> bool:
+    return any(device.platform != "cpu" for device in x.devices())
+
+
+# --- The functions ---
+
+_kernel = GroupedMatmul()
+
+
+def grouped_matmul(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    group_offset: Any = None,
+    existing_out: Any = None,
+    *,
+    transpose_rhs: bool = False,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    platform: Platform | None = None,
+    cfg: GroupedMatmulConfig | None = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Array:
+    """Each group's rows times weights of its own, by the fastest implementation that serves the call.
+
+    Args:
+      lhs: [rows, k]; the rows of group 0 come first, then those of group 1, and so on.
+      rhs: [groups, k, n].
+      group_sizes: Integers [groups]: the rows of each group. They may add up to less than there are rows.
+      group_offset: An integer. `group_sizes` then covers all groups, and rhs holds those from this one on.
+      existing_out: [rows, n] in the dtype of the result: what rows of no group, or of one whose weights are not here,
+        get; by default zeros.
+      transpose_rhs: rhs is [groups, n, k].
+      precision: As in `jax.lax.dot`. Of the implementations only "xla" has several; kernels take the highest.
+      preferred_element_type: The dtype of the result; by default that of `jax.lax.ragged_dot`.
+      platform: "mosaic", "triton", "pallas" or "xla": this implementation or an error.
+      cfg: How to run it; by default what was tuned, else a guess.
+      mesh: Run under `jax.shard_map` on this mesh.
+      in_specs: With `mesh`: the PartitionSpecs of lhs, rhs and group_sizes, then of group_offset and existing_out.
+      out_specs: With `mesh`: that of the output.
+
+    Returns:
+      [rows, n].
+
+    Raises:
+      GroupedMatmulArgumentError: Arguments do not fit each other. Of sizes on an accelerator the values are not read:
+        negative ones count as 0, and what lies past the last row is left out.
+    """
+    lhs, rhs, group_sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
+    _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) else None)
+    # Only what differs from its default: an eager call with few arguments is found fastest.
+    kwargs = {"transpose_rhs": True} if transpose_rhs else {}
+    if precision is not None:
+        kwargs["precision"] = _precision(precision)
+    if preferred_element_type is not None:
+        kwargs["preferred_element_type"] = _dtype_name(preferred_element_type)
+    args = (lhs, rhs, group_sizes, group_offset, existing_out)
+    return _kernel.call(args, kwargs, cfg=cfg, platform=platform, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+) -> Array:
+    """`jax.lax.ragged_dot`, argument for argument; see `grouped_matmul`."""
+    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    return grouped_matmul(lhs, rhs, group_sizes, group_offset, **options)
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        raise GroupedMatmulArgumentError(f"preferred_element_type must be a dtype, got {dtype!r}.") from None
+
+
+def _precision(precision: Any) -> Any:
+    """By name, which is the same in every process."""
+    if isinstance(precision, (tuple, list)):
+        return tuple(map(_precision, precision))
+    try:
+        return jax.lax.Precision(precision).name.lower()
+    except ValueError:
+        pass
+    try:
+        return jax.lax.DotAlgorithmPreset[getattr(precision, "name", precision)].name
+    except (KeyError, TypeError):
+        raise GroupedMatmulArgumentError(
+            "precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, or a pair of "
+            f"precisions, got {precision!r}."
+        ) from None

@@ -1,0 +1,256 @@
+"""`grouped_matmul` and `ragged_dot` as users call them: every backend, every transformation, every wrong argument."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
+from ejkernel.kernels.grouped_matmul.xla import XlaConfig
+from ejkernel.modules import (
+    GroupedDrhs,
+    GroupedMatmul,
+    GroupedMatmulConfig,
+    grouped_matmul,
+    ragged_dot,
+)
+from ejkernel.modules.grouped_matmul import GroupedMatmulArgumentError
+from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, autotune_lowered, set_default_executor
+from tests.kernels.contract import OperationCase, check
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+
+def owners(sizes, rows, offset, groups):
+    """The group of each row among those whose weights are here; -1 where it has none."""
+    which = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+    mine = which - (0 if offset is None else jnp.reshape(offset, ()))
+    return jnp.where((which < sizes.shape[0]) & (mine >= 0) & (mine < groups), mine, -1)
+
+
+def oracle(lhs, rhs, sizes, offset=None, existing=None, transpose_rhs=False, preferred_element_type=None):
+    """One product for each row."""
+    group = owners(sizes, lhs.shape[0], offset, rhs.shape[0])
+    rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    out = jnp.einsum("mk,mkn->mn", lhs, rhs[jnp.maximum(group, 0)])
+    return jnp.where((group >= 0)[:, None], out, 0.0 if existing is None else existing)
+
+
+def case(name, rows, k, n, sizes, *, offset=None, here=None, existing=False, **options):
+    groups = len(sizes) if here is None else here
+    shape = (groups, n, k) if options.get("kwargs", {}).get("transpose_rhs") else (groups, k, n)
+    make = lambda rng: [
+        rng.normal(size=(rows, k)),
+        rng.normal(size=shape),
+        np.array(sizes, np.int32),
+        None if offset is None else np.array([offset], np.int32),
+        rng.normal(size=(rows, n)) if existing else None,
+    ]
+    return OperationCase(name, make, **options)
+
+
+KERNELS = frozenset({"triton", "pallas"})
+TILES = {
+    "xla": XlaConfig(rows=16, least_rows=8),
+    "triton": TritonConfig(block_m=16, block_n=32, block_k=16),
+    "pallas": TpuConfig(block_m=16, block_k=128, block_n=128),
+}
+"""Small, so that groups have several tiles, and tiles several groups."""
+CASES = [
+    case("uneven, empty groups, rows of no group", 50, 24, 40, [13, 0, 20, 1, 9]),
+    case("one group has everything", 40, 16, 24, [0, 40, 0]),
+    case("all groups are empty", 20, 16, 24, [0, 0]),
+    case("transposed", 40, 24, 16, [11, 20], kwargs={"transpose_rhs": True}),
+    case("offset", 48, 16, 24, [10, 7, 0, 20, 5], offset=1, here=3),
+    case("offset past the end", 30, 16, 8, [10, 10], offset=2, here=2),
+    case("offset and what was there", 48, 16, 24, [10, 7, 0, 20, 5], offset=3, here=2, existing=True),
+    case("what was there", 30, 8, 16, [9, 11], existing=True),
+    case("bfloat16", 50, 24, 40, [13, 0, 20, 1, 9], dtype="bfloat16"),
+    case("float16", 50, 24, 40, [13, 0, 20, 1, 9], dtype="float16", refused_by=frozenset({"pallas"})),
+    case("a single row", 1, 8, 8, [1]),
+    case("no rows", 0, 8, 8, [0, 0], refused_by=KERNELS),
+]
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton", "pallas"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backend_agrees_with_float64_or_refuses(case, platform):
+    params = TILES[platform]
+    check(GroupedMatmul, platform, case, oracle, fwd_params=params, dlhs_params=params, drhs_params=params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backend_agrees_on_a_gpu(case, platform):
+    check(GroupedMatmul, platform, case, oracle)
+
+
+LARGE = [
+    case("uneven", 500, 128, 192, [130, 0, 200, 1, 90], dtype="bfloat16"),
+    case("offset", 480, 64, 128, [100, 70, 0, 200, 50], offset=1, here=3, dtype="float16"),
+    case("transposed", 333, 64, 64, [100, 200], dtype="bfloat16", kwargs={"transpose_rhs": True}),
+    case("narrow columns", 64, 64, 40, [30, 34], dtype="bfloat16", refused_by=frozenset({"mosaic"})),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_hopper_kernels_agree_on_a_gpu(case):
+    check(GroupedMatmul, "mosaic", case, oracle)
+
+
+# --- As a JAX function ---
+
+LHS = jax.random.normal(jax.random.key(0), (40, 8))
+RHS = jax.random.normal(jax.random.key(1), (3, 8, 16))
+SIZES = jnp.array([11, 0, 23], jnp.int32)
+
+
+def close(a, b, limit=1e-4):
+    return jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, atol=limit, rtol=limit)), a, b))
+
+
+def loss(fn, lhs, rhs, sizes=SIZES):
+    return jnp.sin(fn(lhs, rhs, sizes)).sum()
+
+
+def test_ragged_dot_is_that_of_lax_argument_for_argument():
+    want = jax.lax.ragged_dot(LHS, RHS, SIZES, "highest", jnp.float32)
+    assert close(ragged_dot(LHS, RHS, SIZES, "highest", jnp.float32), want)
+    grads = [jax.grad(partial(loss, fn), (0, 1))(LHS, RHS) for fn in (ragged_dot, jax.lax.ragged_dot)]
+    assert close(*grads)
+
+
+@pytest.mark.parametrize("preferred", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, ("float16", "bfloat16"), ("bfloat16", "float32"), ("int8",) * 2])
+def test_result_has_the_dtype_of_lax(dtypes, preferred):
+    args = (LHS.astype(dtypes[0]), RHS.astype(dtypes[1]), SIZES)
+    call = lambda fn: jax.eval_shape(lambda *a: fn(*a, preferred_element_type=preferred), *args).dtype
+    assert call(ragged_dot) == call(jax.lax.ragged_dot)
+
+
+def test_gradients_of_gradients_are_grouped_products_too():
+    dense = lambda lhs, rhs, _: jnp.concatenate([lhs[:11] @ rhs[0], lhs[11:34] @ rhs[2], jnp.zeros((6, 16))])
+
+    def second(fn):
+        inner = lambda lhs, rhs: sum((g**2).sum() for g in jax.grad(partial(loss, fn), (0, 1))(lhs, rhs))
+        return jax.grad(inner, (0, 1))(LHS, RHS)
+
+    assert close(second(grouped_matmul), second(dense), 1e-3)
+
+
+TRANSFORMATIONS = {
+    "jit": lambda f: jax.jit(f),
+    "remat": lambda f: jax.checkpoint(f),
+    "scan": lambda f: lambda *a: jax.lax.scan(lambda c, _: (c + f(*a), None), 0.0, None, length=2)[0] / 2,
+    "vmap over lhs": lambda f: lambda l, r, s: jax.vmap(f, (0, None, None))(jnp.stack([l, l]), r, s).mean(),
+    "vmap over sizes": lambda f: lambda l, r, s: jax.vmap(f, (None, None, 0))(l, r, jnp.stack([s, s])).mean(),
+    "vmap over all": lambda f: lambda *a: jax.vmap(f)(*(jnp.stack([x, x]) for x in a)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_value_and_gradients_survive_every_transformation(name):
+    f = partial(loss, grouped_matmul)
+    both = lambda f: jax.value_and_grad(f, (0, 1))(LHS, RHS, SIZES)
+    assert close(both(TRANSFORMATIONS[name](f)), both(f))
+
+
+def test_experts_are_spread_over_devices_by_their_offset():
+    mesh = jax.make_mesh((4,), ("experts",))
+    rhs, sizes = jax.random.normal(jax.random.key(2), (8, 8, 16)), jnp.array([5, 0, 9, 1, 3, 8, 2, 4], jnp.int32)
+
+    def local(lhs, rhs, sizes):
+        first = jax.lax.axis_index("experts") * rhs.shape[0]
+        return jax.lax.psum(grouped_matmul(lhs, rhs, sizes, first), "experts")
+
+    specs = (P(), P("experts"), P())
+    spread = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    both = lambda fn: jax.value_and_grad(lambda l, r: jnp.sin(fn(l, r, sizes)).sum(), (0, 1))(LHS, rhs)
+    assert close(both(spread), both(grouped_matmul))
+
+
+def test_columns_are_spread_over_a_mesh_by_its_arguments():
+    mesh = jax.make_mesh((4,), ("columns",))
+    specs = (P(), P(None, None, "columns"), P())
+    got = grouped_matmul(LHS, RHS, SIZES, mesh=mesh, in_specs=specs, out_specs=P(None, "columns"))
+    assert close(got, grouped_matmul(LHS, RHS, SIZES))
+
+
+def test_programs_are_exported_for_any_number_of_rows():
+    step = jax.jit(jax.value_and_grad(partial(loss, grouped_matmul), (0, 1)))
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32)
+    exported = export.export(step)(shape, RHS, SIZES)
+    for rows in (34, 40, 700):
+        lhs = jnp.resize(LHS, (rows, 8))
+        assert close(exported.call(lhs, RHS, SIZES), step(lhs, RHS, SIZES))
+
+
+def test_a_config_may_fix_every_pass():
+    params = XlaConfig(rows=8, least_rows=4)
+    cfg = GroupedMatmulConfig(params, params, params, platform="xla")
+    got = jax.grad(lambda l, r: loss(partial(grouped_matmul, cfg=cfg), l, r), (0, 1))(LHS, RHS)
+    assert close(got, jax.grad(partial(loss, grouped_matmul), (0, 1))(LHS, RHS))
+
+
+def test_each_pass_is_tuned_and_stored_apart(tmp_path):
+    selector = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+    set_default_executor(Executor(selector))
+    step = jax.jit(jax.grad(partial(loss, grouped_matmul), (0, 1)))
+    result = autotune_lowered(selector, step.lower(LHS, RHS))
+    assert sorted(entry.op_id for entry in result.entries) == ["grouped_matmul"] * 2 + ["grouped_matmul_drhs"]
+
+
+def test_no_groups_give_zeros():
+    assert not jnp.any(grouped_matmul(LHS, RHS[:0], SIZES[:0]))
+
+
+def test_rows_past_the_groups_are_never_read():
+    poisoned = LHS.at[34:].set(jnp.nan)
+    assert close(grouped_matmul(poisoned, RHS, SIZES), grouped_matmul(LHS, RHS, SIZES))
+    grads = [jax.grad(partial(loss, grouped_matmul), 1)(lhs, RHS) for lhs in (poisoned, LHS)]
+    assert close(*grads)
+
+
+def test_impossible_sizes_inside_of_a_program_are_cut():
+    call = jax.jit(grouped_matmul)
+    assert close(call(LHS, RHS, jnp.array([30, 30, 5])), grouped_matmul(LHS, RHS, jnp.array([30, 10, 0])))
+    assert close(call(LHS, RHS, jnp.array([30, -4, 5])), grouped_matmul(LHS, RHS, jnp.array([30, 0, 5])))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"lhs": LHS[:, :, None]}, r"lhs must be \[rows, k\]"),
+        ({"rhs": RHS[:, 1:]}, "with the same k"),
+        ({"transpose_rhs": True}, r"rhs \[groups, n, k\]"),
+        ({"group_sizes": SIZES[:2]}, "one entry per group of rhs, 3, got 2"),
+        ({"group_sizes": SIZES.astype(float)}, "must be integers"),
+        ({"group_sizes": [30, 20, 40]}, "add up to 40 rows at most, got a least size of 20 and a sum of 90"),
+        ({"group_sizes": np.array([3, -1, 4])}, "a least size of -1"),
+        ({"group_offset": 1.5}, "group_offset must be one integer"),
+        ({"group_offset": jnp.arange(2)}, "group_offset must be one integer"),
+        ({"existing_out": jnp.zeros((40, 8))}, r"existing_out must be float32\[40, 16\]"),
+        ({"existing_out": jnp.zeros((40, 16), jnp.bfloat16)}, "got bfloat16"),
+        ({"precision": "best"}, "precision must be"),
+        ({"preferred_element_type": "float31"}, "preferred_element_type must be a dtype"),
+        ({"cfg": 3}, "cfg must be a GroupedMatmulConfig"),
+        ({"platform": "cuda"}, "has no platform 'cuda'"),
+    ],
+)
+def test_wrong_arguments_are_named(changed, words):
+    with pytest.raises(ValueError, match=words):
+        grouped_matmul(**({"lhs": LHS, "rhs": RHS, "group_sizes": SIZES} | changed))
+
+
+def test_drhs_is_an_operation_of_its_own():
+    dout = jax.random.normal(jax.random.key(3), (40, 16))
+    want = jax.vjp(lambda r: grouped_matmul(LHS, r, SIZES), RHS)[1](dout)[0]
+    assert close(GroupedDrhs()(LHS, dout, SIZES), want)
+    with pytest.raises(GroupedMatmulArgumentError, match="with the same rows"):
+        GroupedDrhs()(LHS, dout[1:], SIZES)
