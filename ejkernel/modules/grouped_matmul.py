@@ -300,7 +300,7 @@ def grouped_matmul(
       platform: "mosaic", "triton", "pallas" or "xla": this implementation or an error.
       cfg: How to run it; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
-      in_specs: With `mesh`: the PartitionSpecs of lhs, rhs and group_sizes, then of group_offset and existing_out.
+      in_specs: With `mesh`: the PartitionSpecs of lhs, rhs, group_sizes, and of group_offset and existing_out if given.
       out_specs: With `mesh`: that of the output.
 
     Returns:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
 from ejkernel.ops.core.dispatch import UnsupportedCallError
@@ -77,3 +78,22 @@ def check(kernel_class, platform, case, oracle, **params):
         assert a.shape == b.shape
         error = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-30)
         assert error <= limit, f"{case.name} on {platform}: result {place} is off by {error:.1e} of its largest element"
+
+
+def check_inside_shard_map(kernel_class, platform, case, in_specs, out_specs, **params):
+    """Values and gradients on a mesh of four devices are those of the whole."""
+    args, call = case.arrays(), through(kernel_class, platform, **params)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    whole = lambda *args: call(*args, **case.kwargs)
+    given = [x for x in args if x is not None]
+
+    def spread(*args):
+        rest = [x for x in args if x is not None]
+        local = lambda *rest: whole(*rest, *[None] * (len(args) - len(rest)))
+        # Pallas' interpreter slices what varies by what does not, which JAX refuses if it is told to look.
+        checked = {"check_vma": platform == "xla" or jax.default_backend() != "cpu"}
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **checked)(*rest)
+
+    assert len(given) == len(in_specs)
+    for a, b in zip(outputs(spread, args), outputs(whole, args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

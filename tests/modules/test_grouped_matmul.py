@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
@@ -20,7 +21,7 @@ from ejkernel.modules import (
 )
 from ejkernel.modules.grouped_matmul import GroupedMatmulArgumentError
 from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, autotune_lowered, set_default_executor
-from tests.kernels.contract import OperationCase, check
+from tests.kernels.contract import OperationCase, check, check_inside_shard_map
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
@@ -162,7 +163,7 @@ def test_value_and_gradients_survive_every_transformation(name):
 
 
 def test_experts_are_spread_over_devices_by_their_offset():
-    mesh = jax.make_mesh((4,), ("experts",))
+    mesh = jax.make_mesh((4,), ("experts",), axis_types=(AxisType.Auto,))
     rhs, sizes = jax.random.normal(jax.random.key(2), (8, 8, 16)), jnp.array([5, 0, 9, 1, 3, 8, 2, 4], jnp.int32)
 
     def local(lhs, rhs, sizes):
@@ -175,8 +176,16 @@ def test_experts_are_spread_over_devices_by_their_offset():
     assert close(both(spread), both(grouped_matmul))
 
 
+@pytest.mark.parametrize("platform", ["xla", "triton", "pallas"])
+def test_columns_may_be_sharded(platform):
+    params, sharded = TILES[platform], P(None, None, "d")
+    fixed = {"fwd_params": params, "dlhs_params": params, "drhs_params": params}
+    given = case("columns", 20, 16, 32, [7, 9])
+    check_inside_shard_map(GroupedMatmul, platform, given, (P(), sharded, P()), P(None, "d"), **fixed)
+
+
 def test_columns_are_spread_over_a_mesh_by_its_arguments():
-    mesh = jax.make_mesh((4,), ("columns",))
+    mesh = jax.make_mesh((4,), ("columns",), axis_types=(AxisType.Auto,))
     specs = (P(), P(None, None, "columns"), P())
     got = grouped_matmul(LHS, RHS, SIZES, mesh=mesh, in_specs=specs, out_specs=P(None, "columns"))
     assert close(got, grouped_matmul(LHS, RHS, SIZES))

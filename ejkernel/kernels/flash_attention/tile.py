@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.manual_axes import pallas_call
 
 Array = jax.Array
 
@@ -119,14 +118,9 @@ def call(
       **options: As for `pl.pallas_call`.
     """
     names, arrays, in_specs = list(inputs), [x for x, _ in inputs.values()], [spec for _, spec in inputs.values()]
-    # Inside shard_map all inputs must vary over the same mesh axes, and outputs say that they do.
-    axes = frozenset[Any]().union(*map(_compat.varying_axes, arrays))
-    mat = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
-    vary = lambda x, missing: lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
-    arrays = [vary(x, axes - _compat.varying_axes(x)) for x in arrays]
-    return pl.pallas_call(
+    return pallas_call(
         lambda *refs: kernel(dict(zip(names, refs, strict=False)), *refs[len(names) :]),
-        out_shape=[jax.ShapeDtypeStruct(*shape, **mat) for shape, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct(*shape) for shape, _ in outputs],
         in_specs=in_specs,
         out_specs=[spec for _, spec in outputs],
         **options,

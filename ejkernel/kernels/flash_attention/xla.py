@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.manual_axes import axes_of, vary
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
@@ -254,8 +254,7 @@ class _Tiles:
         """What a loop starts from; inside shard_map it varies like what is added to it."""
         zeros = jnp.full(shape, fill, self.dtype)
         arrays = [x for x in (self.q, self.k, self.v, self.bias, *self.extras) if x is not None]
-        axes = frozenset().union(*map(_compat.varying_axes, arrays))
-        return lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
+        return vary(zeros, axes_of(arrays))
 
     def start(self, q: Array) -> tuple[Array, Array, Array]:
         """Output, maximum and sum of no keys; sinks are logits that come first."""

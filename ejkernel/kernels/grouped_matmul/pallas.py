@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.grouped_matmul.groups import row_tiles
 from ejkernel.kernels.grouped_matmul.problem import contraction, product
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, tpu_space
+from ejkernel.kernels.manual_axes import pallas_call
 
 Array = jax.Array
 
@@ -96,7 +97,7 @@ def drhs(
 def _call(kernel: Any, grid: Any, shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
     order = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"))
     out = jax.ShapeDtypeStruct(shape, dtype)
-    return pl.pallas_call(kernel, grid_spec=grid, out_shape=out, compiler_params=order, interpret=interpret)
+    return pallas_call(kernel, out, grid_spec=grid, compiler_params=order, interpret=interpret)
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from ejkernel.kernels.grouped_matmul.groups import bounds, row_tiles
 from ejkernel.kernels.grouped_matmul.problem import contraction, product
 from ejkernel.kernels.grouped_matmul.tiles import TritonConfig, triton_space
+from ejkernel.kernels.manual_axes import pallas_call
 
 Array = jax.Array
 
@@ -68,7 +69,7 @@ def drhs(
 def _call(kernel: Any, arrays: Any, out_shape: Any, grid: Any, cfg: TritonConfig, interpret: bool) -> Array:
     options = plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=cfg.num_stages)
     specs: dict[str, Any] = {"grid": grid, "compiler_params": options, "interpret": interpret}
-    return pl.pallas_call(kernel, out_shape=out_shape, **specs)(*arrays)
+    return pallas_call(kernel, out_shape, **specs)(*arrays)
 
 
 def _dot(a: Array, b: Array, **transposed: bool) -> Array:

@@ -16,6 +16,7 @@ from jax import lax
 
 from ejkernel.kernels.grouped_matmul.groups import bounds
 from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.manual_axes import axes_of, vary
 
 Array = jax.Array
 
@@ -78,7 +79,7 @@ def forward(
         return jnp.zeros((rows, n), out_dtype)
     starts, ends = bounds(group_sizes, rows, first_row)
     lhs = _padded(lhs, cfg)
-    out = jnp.zeros((lhs.shape[0], n), out_dtype)
+    out = vary(jnp.zeros((lhs.shape[0], n), out_dtype), axes_of((lhs, rhs, starts)))
     contract = ((1,), (1 if transpose_rhs else 0,))
 
     def group(g, out):
@@ -119,6 +120,8 @@ def drhs(
         return out
     starts, ends = bounds(group_sizes, rows, first_row)
     lhs, dout = _padded(lhs, cfg), _padded(dout, cfg)
+    axes = axes_of((lhs, dout, starts))
+    out = vary(out, axes)
     wide = _wide(out_dtype)
 
     def product(a, b, total):
@@ -135,7 +138,7 @@ def drhs(
         return product(a, b, total)
 
     def group(g, out):
-        total = _pieces(cfg, lhs.shape[0], starts[g], ends[g], whole, partial, jnp.zeros((k, n), wide))
+        total = _pieces(cfg, lhs.shape[0], starts[g], ends[g], whole, partial, vary(jnp.zeros((k, n), wide), axes))
         return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), g, 0)
 
     return lax.fori_loop(0, groups, group, out)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ejkernel.kernels.manual_axes import pallas_call
 from ejkernel.kernels.rms_norm.config import RowParams
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.fingerprint import multiprocessors
@@ -141,7 +142,7 @@ def _call(
             for name, x in arrays.items() if x is not None}  # fmt: skip
     options = plgpu.CompilerParams(num_warps=params.num_warps, num_stages=1)
     body = lambda *refs: kernel(dict(zip([*flat, *types], refs, strict=True)))
-    outs = pl.pallas_call(
-        body, grid=(programs,), out_shape=list(types.values()), interpret=interpret, compiler_params=options
-    )(*flat.values())
+    outs = pallas_call(body, list(types.values()), grid=(programs,), interpret=interpret, compiler_params=options)(
+        *flat.values()
+    )
     return dict(zip(types, outs, strict=True))

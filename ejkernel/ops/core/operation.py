@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.backend import Backend
@@ -173,7 +174,8 @@ class Operation(Kernel[Cfg, Out]):
         if cfg is not None:
             kwargs = {**kwargs, "cfg": cfg}
         if mesh is not None or in_specs is not None or out_specs is not None:
-            kwargs = {**kwargs, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+            specs = _completed(in_specs, args)
+            kwargs = {**kwargs, "mesh": mesh, "in_specs": specs, "out_specs": out_specs}
         return self(*args, **kwargs)
 
     def _agreed_platform(self, platform: str | None, cfg: Any) -> str | None:
@@ -252,6 +254,14 @@ def _bind(cls: type[Operation[Any, Any]], method: str, backend: Backend) -> None
     bound.__name__, bound.__qualname__ = name, f"{cls.__qualname__}.{name}"
     bound.__doc__ = f"`{method}` by the backend {backend.platform!r}."
     setattr(cls, name, bound)
+
+
+def _completed(in_specs: Any, args: Args) -> Any:
+    """`in_specs` for all of `args`: optional ones at the end that are not given need no spec."""
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
+        return in_specs
+    rest = args[len(in_specs) :]
+    return (*in_specs, *(PartitionSpec() for _ in rest)) if all(x is None for x in rest) else in_specs
 
 
 def _without_platform(kwargs: Kwargs) -> Kwargs:

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import RmsNorm, rms_norm
 from ejkernel.modules.rms_norm import NormArgumentError
-from tests.kernels.contract import OperationCase, check
+from tests.kernels.contract import OperationCase, check, check_inside_shard_map
 
 
 def oracle(x, scale, residual, epsilon=1e-6, scale_offset=0.0):
@@ -46,6 +47,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_with_float64_or_refuses(case, platform):
     check(RmsNorm, platform, case, oracle)
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+def test_rows_may_be_sharded(platform):
+    check_inside_shard_map(RmsNorm, platform, case("sharded", 8, 16), (P("d"), P()), P("d"))
 
 
 @pytest.mark.gpu
