@@ -17,6 +17,7 @@ _HOMES = {
     "cli.operations": ("OperationError",),
     "kernels.flash_attention.arguments": ("AttentionArgumentError",),
     "kernels.flash_attention.reference": ("ReferenceTooLargeError",),
+    "modules.grouped_matmul": ("GroupedMatmulArgumentError",),
     "modules.rms_norm": ("NormArgumentError",),
     "ops.config.cache": ("CacheKeyError",),
     "ops.config.kinds": ("ConfigClassError", "ConfigClassWarning"),
