@@ -20,7 +20,14 @@ from ejkernel.modules import (
     ragged_dot,
 )
 from ejkernel.modules.grouped_matmul import GroupedMatmulArgumentError
-from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, autotune_lowered, set_default_executor
+from ejkernel.ops import (
+    Autotuner,
+    ConfigSelectorChain,
+    Executor,
+    PersistentCache,
+    autotune_lowered,
+    set_default_executor,
+)
 from tests.kernels.contract import OperationCase, check, check_inside_shard_map
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -208,7 +215,8 @@ def test_a_config_may_fix_every_pass():
 
 
 def test_each_pass_is_tuned_and_stored_apart(tmp_path):
-    selector = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+    tuner = Autotuner(progress=False, max_candidates=2)
+    selector = ConfigSelectorChain(persistent=PersistentCache(tmp_path), tuner=tuner)
     set_default_executor(Executor(selector))
     step = jax.jit(jax.grad(partial(loss, grouped_matmul), (0, 1)))
     result = autotune_lowered(selector, step.lower(LHS, RHS))
