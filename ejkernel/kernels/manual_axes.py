@@ -31,7 +31,7 @@ def pallas_call(kernel: Callable[..., None], out_shape: Any, **options: Any) -> 
 
     def run(*arrays: Array) -> Any:
         axes = axes_of(arrays)
-        manual = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
+        manual: dict[str, Any] = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
         outs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, **manual), out_shape)
         return pl.pallas_call(kernel, out_shape=outs, **options)(*(vary(x, axes) for x in arrays))
 

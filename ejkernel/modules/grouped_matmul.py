@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.grouped_matmul import xla
@@ -134,11 +135,9 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig]):
 
     def run_on(self, backend: Backend, /, *args: Any, cfg: Any, **kwargs: Any) -> Array:
         """The product; rows of no group are those of existing_out."""
-        *args, existing_out = args
-        out = super().run_on(backend, *args, cfg=cfg, **kwargs)
-        if existing_out is None:
-            return out
-        return jnp.where(_inside(*args)[:, None], out, existing_out)
+        operands, existing_out = args[:4], args[4]
+        out = super().run_on(backend, *operands, cfg=cfg, **kwargs)
+        return out if existing_out is None else jnp.where(_inside(*operands)[:, None], out, existing_out)
 
     def custom_vjp(self, primals: Any, cfg: Any, kwargs: dict[str, Any], cotangents: Any) -> tuple[Any, ...]:
         """Dlhs is a product with the weights transposed, drhs an operation of its own."""
@@ -187,7 +186,7 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig]):
         platform: str | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
-        groups = group_sizes.shape[0] if groups is None else groups
+        groups = int(group_sizes.shape[0]) if groups is None else groups
         _check_groups(group_sizes, group_offset, groups)
         if lhs.ndim != 2 or dout.ndim != 2 or lhs.shape[0] != dout.shape[0]:
             raise GroupedMatmulArgumentError(
@@ -248,7 +247,7 @@ def _check_groups(sizes: Any, offset: Any, groups: int) -> None:
 
 def _check_values(sizes: Any, rows: Any) -> None:
     """Refuses sizes that are known and cannot be; on an accelerator reading them would make a call wait."""
-    if isinstance(sizes, jax.core.Tracer) or not isinstance(rows, int):
+    if isinstance(sizes, Tracer) or not isinstance(rows, int):
         return
     if isinstance(sizes, jax.Array) and (not sizes.is_fully_addressable or _is_remote(sizes)):
         return
@@ -313,7 +312,7 @@ def grouped_matmul(
     lhs, rhs, group_sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
     _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) else None)
     # Only what differs from its default: an eager call with few arguments is found fastest.
-    kwargs = {"transpose_rhs": True} if transpose_rhs else {}
+    kwargs: dict[str, Any] = {"transpose_rhs": True} if transpose_rhs else {}
     if precision is not None:
         kwargs["precision"] = _precision(precision)
     if preferred_element_type is not None:
