@@ -27,7 +27,7 @@ def layer(x, w_in, w_out, expert, offset=None):
 
 
 def spread(mesh):
-    """The same with the experts over an axis of the mesh: rows of other devices' experts are zeros, so results add up."""
+    """The same with the experts over an axis of the mesh: rows of others are zeros, so the results add up."""
 
     def local(x, w_in, w_out, expert):
         offset = jax.lax.axis_index("experts") * w_in.shape[0]
