@@ -32,8 +32,8 @@ def contenders(kernel, workload):
     plain = Executor(ConfigSelectorChain(cache=ConfigCache()))
     found = dict(importlib.import_module(f"benchmarks.peers.{kernel.op_id}").peers(workload))
     for backend in kernel.backends:
-        cfg = kernel.cfg_type(platform=backend.platform)
-        found[backend.platform] = lambda *args, cfg=cfg: plain(kernel, *args, cfg=cfg, **kwargs)
+        fixed = {"cfg": kernel.cfg_type(platform=backend.platform), "platform": backend.platform}
+        found[backend.platform] = lambda *args, fixed=fixed: plain(kernel, *args, **fixed, **kwargs)
     found["untuned"] = lambda *args: plain(kernel, *args, **kwargs)
     found["tuned"] = lambda *args: default_executor()(kernel, *args, **kwargs)
     return found
