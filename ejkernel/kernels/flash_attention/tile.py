@@ -11,7 +11,7 @@ from jax import lax
 
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
-from ejkernel.kernels.manual_axes import pallas_call
+from ejkernel.kernels.pallas_call import pallas_call
 
 Array = jax.Array
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.grouped_matmul.groups import row_tiles
 from ejkernel.kernels.grouped_matmul.problem import contraction, product
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, tpu_space
-from ejkernel.kernels.manual_axes import pallas_call
+from ejkernel.kernels.pallas_call import pallas_call
 
 Array = jax.Array
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ejkernel.kernels.manual_axes import pallas_call
+from ejkernel.kernels.pallas_call import pallas_call
 from ejkernel.kernels.rms_norm.config import RowParams
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.fingerprint import multiprocessors
