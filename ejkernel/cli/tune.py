@@ -59,9 +59,7 @@ def tune(
     executor: Annotated[
         str | None, typer.Option(help="Spread the calls: dask://host:port, or module:factory of an Executor.")
     ] = None,
-    suite: Annotated[
-        bool, typer.Option("--suite", help="All named workloads of the operation for this device.")
-    ] = False,
+    suite: Annotated[bool, typer.Option("--suite", help="The operation's named workloads for this device.")] = False,
     only: Annotated[
         list[str] | None, typer.Option(help="Of a suite: workloads with this in their name, or that match it with *.")
     ] = None,
@@ -90,7 +88,7 @@ def tune(
     if suite or listed:
         if target is None or specs_file is not None or args or settings or grad:
             raise EjkernelError(
-                "--suite goes with the name of an operation, and without --specs, --args, --set, --grad."
+                "--suite goes with the name of an operation, without --specs, --args, --set and --grad."
             )
         plan = _Plan(cache, suites.find(target, only or ()), out, again)
         if listed:
