@@ -179,7 +179,8 @@ def test_two_processes_take_over_one_store_and_a_newer_entry_stays(store):
             "verdict = adoption.Verdict(entry=entry, result='same', reason='by hand', source='2:now');"
             "print([v.result for v in adoption.take_over(store, [verdict])])"
         )
-        done = subprocess.run([sys.executable, "-c", program, store.path], capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", program, store.path]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "['busy']\n"
     assert [v.result for v in adoption.take_over(other, [verdict])] == ["same"]
     assert [v.result for v in adoption.take_over(store, [verdict])] == ["busy"]
