@@ -403,7 +403,7 @@ def _cudnn_rules(scale: float, causal: bool, window: int | None) -> dict[str, An
 def module_text(bytecode: bytes) -> str | None:
     """The text of an MLIR module without its locations, as Pallas puts one into a program; None if it is no module."""
     from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
+    from jaxlib.mlir import ir
 
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True

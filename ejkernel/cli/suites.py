@@ -52,8 +52,7 @@ def find(name: str, only: Sequence[str] = ()) -> list[NamedCall]:
     """
     jax_start.start()
     kernel, kind = operations.make(name), device_kind()
-    workloads = kernel.workloads(kind) if isinstance(kernel, Operation) else []
-    if not workloads:
+    if not isinstance(kernel, Operation) or not (workloads := kernel.workloads(kind)):
         raise EjkernelError(f"--suite: {name} has no workloads for a {kind.upper()}. `workload_module` names them.")
     chosen = [w for w in workloads if not only or any(map(_matcher(w.name), only))]
     if not chosen:

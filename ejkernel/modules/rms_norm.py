@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rows import RowParams
-from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.operation import DifferentiableOperation
 
 
@@ -21,7 +21,7 @@ class RmsNormConfig:
 
     fwd_params: RowParams | None = None
     bwd_params: RowParams | None = None
-    platform: Literal["triton", "xla"] | None = None
+    platform: Platform | None = None
 
 
 class NormArgumentError(EjkernelError, ValueError):

@@ -31,8 +31,8 @@ class Reworded(Moved):
         Kernel.__init__(self, "upgrade.reworded")
 
     def run(self, x, *, cfg, power=2):
-        twice = 2 * power
-        return jnp.concatenate([part * twice for part in jnp.split(x, cfg.parts)])
+        once = 1.0  # A factor that is lowered, and that the compiler drops.
+        return jnp.concatenate([part * once * 2 * power for part in jnp.split(x, cfg.parts)])
 
 
 class Changed(Moved):

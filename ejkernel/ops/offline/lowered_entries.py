@@ -169,22 +169,23 @@ def _programs(job: Job, kernel: Kernel[Any, Any]) -> Iterator[tuple[Any, ...]]:
     inv, cfg = _call(job, kernel), decode_cfg(job["cfg"], kernel.cfg_type)
     backward = job["op_id"].endswith(".vjp")
     platform = _platform(kernel, inv, cfg, backward)
-    find = lambda method, platform=platform: dispatch.find(kernel, method, inv.context, platform)
+
+    def find(method: str, platform: str = platform) -> Any:
+        return dispatch.find(kernel, method, inv.context, platform)
+
     args, kwargs = inv.args, dict(inv.kwargs)
-    saving, vjp = find("fwd_with_residuals"), find("vjp")
-    own = saving is not None and vjp is not None
+    own = all(find(method) is not None for method in ("fwd_with_residuals", "vjp"))
     if not backward:
         yield lambda a, k: dispatch.forced_implementation(kernel, inv.context, platform)(*a, cfg=cfg, **k), args, kwargs
         if own:
-            yield lambda a, k: saving(*a, cfg=cfg, **k), args, kwargs
+            yield lambda a, k: find("fwd_with_residuals")(*a, cfg=cfg, **k), args, kwargs
         return
     # What the backward is given: of the guess, because the entry does not say which forward ran before it.
-    guess: Any = find("heuristic_cfg")
-    forward = guess(replace(inv, platform=platform))
+    forward = find("heuristic_cfg")(replace(inv, platform=platform))
     first = dispatch.forced_platform(kernel, forward) or platform
     if own:
         out, saved = _types(lambda a, k: find("fwd_with_residuals", first)(*a, cfg=forward, **k), args, kwargs)
-        yield lambda s, o, d, a, k: vjp(s, o, d, *a, cfg=cfg, **k), saved, out, out, args, kwargs
+        yield lambda s, o, d, a, k: find("vjp")(s, o, d, *a, cfg=cfg, **k), saved, out, out, args, kwargs
     else:
         out = _types(lambda a, k: find("run", first)(*a, cfg=forward, **k), args, kwargs)
         douts = lambda d: tuple(d) if isinstance(d, tuple | list) else (d,)

@@ -9,7 +9,7 @@ import pytest
 import ejkernel
 from ejkernel.modules import RmsNorm
 from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
-from ejkernel.ops import Invocation
+from ejkernel.ops import Invocation, from_json, to_json
 from ejkernel.ops.core.backend import Backend, ParamsTypeError
 from ejkernel.ops.core.dispatch import UnsupportedCallError
 from ejkernel.ops.core.operation import Operation, OperationArgumentError
@@ -73,6 +73,7 @@ def test_configs_and_refusals_of_a_new_backend_follow_from_its_file(mine):
     assert kernel.heuristic_cfg(call(kernel)) == RmsNormConfig(params(rows=2), None, "mosaic")
     spaces = [cfg for cfg in kernel.config_space(call(kernel)) if cfg.platform == "mosaic"]
     assert [cfg.fwd_params.rows for cfg in spaces] == [2, 1]
+    assert from_json(to_json(spaces[0]), RmsNormConfig) == spaces[0]  # What was tuned is stored and read.
     assert kernel.supports(call(kernel, (8,)), "mosaic") == "two axes only"
     assert "needs a GPU" in mine().supports(call(mine()), "mosaic")
     x = jnp.ones((6, 8))

@@ -164,7 +164,7 @@ def test_a_wheel_is_unpacked(tmp_path):
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("ejkernel/__init__.py", "")
     with adoption.old_code(wheel, []) as code:
-        assert Path(code.path.split(os.pathsep)[0], "ejkernel", "__init__.py").is_file()
+        assert Path(str(code.path).split(os.pathsep)[0], "ejkernel", "__init__.py").is_file()
 
 
 def test_two_processes_take_over_one_store_and_a_newer_entry_stays(store):
@@ -218,7 +218,7 @@ def test_names_places_and_notes_are_no_part_of_a_program():
         body = lambda x: jax.lax.fori_loop(0, 3, lambda i, c: inner(c) * scale, x).sum()
         body.__name__ = name
         lowered = jax.jit(body).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
-        return lowered.as_text(), lowered.compile().as_text()
+        return lowered.as_text(), str(lowered.compile().as_text())
 
     @jax.jit
     def first(x):
