@@ -2,6 +2,7 @@
 
     python -m benchmarks.operation flash_attention                # the workloads of this device
     python -m benchmarks.operation flash_attention --workloads 0,2 --rounds 30
+    python -m benchmarks.operation rms_norm --tune                # first `ejkernel tune rms_norm --suite`
 
 The tuned choice is what a plain call gets: from the store, else from the packs, else the guess; `untuned` is the guess.
 Calls of a workload run interleaved in random order, so that whatever else the machine does hits all alike; a figure is
@@ -20,6 +21,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from ejkernel import cli
 from ejkernel.cli import operations
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, default_executor, device_fingerprint, device_kind
 from ejkernel.ops.core.dispatch import UnsupportedCallError
@@ -132,7 +134,14 @@ def main():
     parser.add_argument("operation", help="such as flash_attention")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--workloads", help="numbers of workloads, such as 0,2")
+    parser.add_argument("--tune", action="store_true", help="tune what is not decided yet, as `ejkernel tune --suite`")
     options = parser.parse_args()
+    if options.tune:
+        try:
+            cli.main(["tune", options.operation, "--suite"])
+        except SystemExit as done:
+            if done.code:
+                raise
     kernel = operations.make(options.operation)
     workloads = kernel.workloads(device_kind())
     workloads = [workloads[int(i)] for i in options.workloads.split(",")] if options.workloads else workloads

@@ -395,3 +395,25 @@ def _cudnn_rules(scale: float, causal: bool, window: int | None) -> dict[str, An
         "sliding_window_length": window,
         **later,
     }
+
+
+# --- Programs as text ---
+
+
+def module_text(bytecode: bytes) -> str | None:
+    """The text of an MLIR module without its locations, as Pallas puts one into a program; None if it is no module."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    with contextlib.suppress(ImportError):  # JAX may be built without it, and will be one day (deprecated in 0.12).
+        # Operations of a dialect that is not registered are printed without their properties.
+        from jax._src.lib.triton import dialect as triton
+
+        triton.register_dialect(context)
+    try:
+        with context:
+            return str(ir.Module.parse(bytecode))
+    except ir.MLIRError:
+        return None

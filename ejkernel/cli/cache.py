@@ -7,7 +7,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ejkernel.cli import documents
+from ejkernel.cli import documents, operations
 from ejkernel.cli.options import AsJson, NoTrials, OnlyDevice, OnlyOp, Store
 from ejkernel.cli.output import (
     check_file,
@@ -21,6 +21,7 @@ from ejkernel.cli.output import (
     working,
 )
 from ejkernel.cli.store import open_store, why_nothing
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.store import entry as entries
 from ejkernel.ops.store import layers, merging, packs, upkeep
 from ejkernel.ops.store.entry import StoredEntry
@@ -217,6 +218,69 @@ def prune(
     for p in gone:
         tell(str(p))
     print(f"{counted(len(gone), 'file')} {'would be removed' if dry_run else 'removed'}.")
+
+
+@app.command()
+def adopt(
+    source: Annotated[str | None, typer.Argument(help="A pack or a directory; the store by default.")] = None,
+    *,
+    old: Annotated[
+        str,
+        typer.Option(help="Where the code is that the entries were measured with: a directory, a wheel, or a python."),
+    ],
+    out: Annotated[str | None, typer.Option(help="The pack to write, for a SOURCE.")] = None,
+    store: Store = None,
+    device: OnlyDevice = None,
+    op: OnlyOp = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="module:Kernel of an op that is not installed; as often as needed.")
+    ] = None,
+    old_kernel: Annotated[
+        list[str] | None, typer.Option(help="The same in the old code, where it has another name.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be taken over.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take over entries of kernels that changed in their source and not in what runs; exit code 1 if some stay stale.
+
+    Each entry's program is made by the old code and by today's, and compared. Where they are the same, the entry gets
+    today's source and keeps its measurement. The others stay as they are.
+
+    For example:
+
+    ejkernel cache adopt --old ../ejkernel-0.1
+
+    ejkernel cache adopt pack.json --old ejkernel-0.1.0-py3-none-any.whl --out pack.json
+    """
+    from ejkernel.ops.offline import adoption  # Loads JAX.
+
+    if (out is not None) != (source is not None and not dry_run):
+        raise EjkernelError(
+            "--out: a pack is only read, so name the pack to write; the store needs none, nor a dry run."
+        )
+    if out is not None:
+        check_file("--out", out)
+    cache = open_store(store)
+    held = list(cache.entries(device, op, packs=False) if source is None else layers.entries_of(source))
+    chosen = [e for e in held if device in (None, e.place.device) and op in (None, e.place.op_id)]
+    names = [f"ejkernel.modules:{path.partition(':')[2]}" for path in operations.own().values()]
+    names += [*operations.announced().values(), *(kernel or [])]
+    with adoption.old_code(old, [*names, *(old_kernel or [])]) as code, working("comparing programs"):
+        verdicts = adoption.compare(chosen, code, names)
+    if source is None and not dry_run:
+        verdicts = adoption.take_over(cache, verdicts)
+    taken = {v.entry.place: adoption.taken_over(v) for v in verdicts if v.result == "same"}
+    if out is not None:
+        packs.write(out, [taken.get(e.place, e) for e in held])
+    rows = [{**v.entry.place._asdict(), "result": v.result, "reason": v.reason} for v in verdicts]
+    if as_json:
+        print_json({"entries": rows, "current": len(chosen) - len(verdicts)})
+    else:
+        print_table(["DEVICE", "OP", "CALL KEY", "PROGRAM", "HOW"], [tuple(row.values()) for row in rows])
+        did = "would be taken over" if dry_run else "taken over"
+        left = len(verdicts) - len(taken)
+        tell(f"{counted(len(taken), 'entry', 'entries')} {did}, {left} left, {len(chosen) - len(verdicts)} current.")
+    raise typer.Exit(0 if len(taken) == len(verdicts) else 1)
 
 
 def _data(entry: StoredEntry) -> dict[str, Any]:

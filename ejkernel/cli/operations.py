@@ -22,12 +22,20 @@ def installed() -> dict[str, str]:
 
     A package announces its own with entry points of the group `ejkernel.kernels`: `my_op = "my_pkg.kernels:MyKernel"`.
     """
+    return dict(sorted({**announced(), **own()}.items()))
+
+
+def own() -> dict[str, str]:
+    """Operations of `ejkernel.modules`."""
     from ejkernel import modules
 
-    own = [value for value in vars(modules).values() if inspect.isclass(value) and issubclass(value, Kernel)]
-    found = {cls().op_id: f"{cls.__module__}:{cls.__qualname__}" for cls in own}
-    announced = {p.name: p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    return dict(sorted({**announced, **found}.items()))
+    found = [value for value in vars(modules).values() if inspect.isclass(value) and issubclass(value, Kernel)]
+    return {cls().op_id: f"{cls.__module__}:{cls.__qualname__}" for cls in found}
+
+
+def announced() -> dict[str, str]:
+    """Operations of other packages."""
+    return {p.name: p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 def make(name: str) -> Kernel[Any, Any]:

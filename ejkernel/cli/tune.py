@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli import calls, interrupts, operations
+from ejkernel.cli import calls, interrupts, operations, suites
 from ejkernel.cli.options import AsJson, Grad, NoTrials, Settings, Store
 from ejkernel.cli.output import check_file, counted, print_json, print_table, short_arguments, short_repr, tell
 from ejkernel.cli.store import open_store
@@ -20,7 +20,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.offline import fleet, lowered, specs
 from ejkernel.ops.offline.result import TunedCall
-from ejkernel.ops.store import packs
+from ejkernel.ops.store import packs, places
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.tuning.autotuner import Autotuner
@@ -60,6 +60,12 @@ def tune(
     executor: Annotated[
         str | None, typer.Option(help="Spread the calls: dask://host:port, or module:factory of an Executor.")
     ] = None,
+    suite: Annotated[bool, typer.Option("--suite", help="The operation's named workloads for this device.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Of a suite: workloads with this in their name, or that match it with *.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Of a suite: also what is decided already.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Of a suite: only say which calls there are.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tune calls and keep the results; exit code 1 if some could not be tuned or kept.
@@ -75,24 +81,39 @@ def tune(
     ejkernel tune flash_attention --args "f32[1,512,4,64],f32[1,512,4,64],f32[1,512,4,64]" --set causal=true --grad
 
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
+
+    ejkernel tune rms_norm --suite --out packs/here.json
     """
     _check({"--budget": budget, "--compile-s": compile_s}, out)
-    found, missing = calls.find(target, specs_file, args, settings or [], grad)
     cache = open_store(store)
+    if suite or listed:
+        if target is None or specs_file is not None or args or settings or grad:
+            raise EjkernelError(
+                "--suite goes with the name of an operation, without --specs, --args, --set and --grad."
+            )
+        plan = _Plan(cache, suites.find(target, only or ()), out, again)
+        if listed:
+            plan.show(as_json)
+            return
+        found, missing = plan.open, list[str]()
+    elif only or again:
+        raise EjkernelError("--only and --again go with --suite.")
+    else:
+        plan = None
+        found, missing = calls.find(target, specs_file, args, settings or [], grad)
     limits = {"budget_s": budget, "max_candidates": max_candidates, "compile_s": compile_s}
     tuner = {**limits, "isolation": str(isolation)}
     with interrupts.noted() as stop:
-        if executor is None:
-            rows = _gather(_tune_here(cache, found, tuner), stop)
-        else:
-            rows = _gather(_tune_there(cache, found, tuner, executor), stop)
+        outcomes = _tune_here(cache, found, tuner) if executor is None else _tune_there(cache, found, tuner, executor)
+        rows = _gather(outcomes if plan is None else plan.watched(outcomes), stop)
     tuned = [row for row in rows if not row["error"]]
     failed = [*missing, *(f"{row['op_id']} {row['call_key']}: {row['error']}" for row in rows if row["error"])]
     if as_json:
-        print_json({"tuned": tuned, "failed": failed})
+        print_json({"tuned": tuned, "failed": failed} | ({} if plan is None else {"decided": plan.decided_rows()}))
     else:
         _show(rows)
-    problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out, no_trials)]
+    others = [] if plan is None else plan.kept()
+    problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out, no_trials, others)]
     if stop.is_set():
         problems.append(_stopped(len(found), rows))
     for line in problems:
@@ -127,6 +148,63 @@ def _check(limits: dict[str, float | None], out: Path | None) -> None:
         check_file("--out", out)
 
 
+class _Plan:
+    """What of a suite is decided, and what is open."""
+
+    def __init__(self, cache: PersistentCache, named: list[suites.NamedCall], out: Path | None, again: bool) -> None:
+        pack = packs.read(out).entries if out is not None and out.exists() else []
+        self._in_pack = {entry.place: entry for entry in pack}
+        self._decided: list[tuple[suites.NamedCall, StoredEntry]] = []
+        self._open: list[suites.NamedCall] = []
+        for call in named:
+            known = [cache.own(*call.inv.key), self._in_pack.get(places.place_of(call.inv.key))]
+            entry = next((e for e in known if e is not None and call.is_decided_by(e)), None)
+            if entry is None or again:
+                self._open.append(call)
+            else:
+                self._decided.append((call, entry))
+
+    @property
+    def open(self) -> list[Invocation[Any, Any]]:
+        """The calls to tune."""
+        return [call.inv for call in self._open]
+
+    def watched(self, outcomes: Generator[Row, None, None]) -> Generator[Row, None, None]:
+        """`outcomes`, each with the name of its workload; says how far the suite is."""
+        names = {(call.inv.op_id, call.inv.call_key): call.workload for call in self._open}
+        total = len(self._open) + len(self._decided)
+        if self._decided:
+            tell(
+                f"{len(self._decided)} of {counted(total, 'call')} decided already; --again measures them.", error=True
+            )
+        with contextlib.closing(outcomes):
+            for number, row in enumerate(outcomes, len(self._decided) + 1):
+                name = names[row["op_id"], row["call_key"]]
+                tell(f"{number} of {total}: {row['op_id']}, {name}: {row['error'] or 'measured'}", error=True)
+                yield {**row, "workload": name}
+
+    def kept(self) -> list[StoredEntry]:
+        """What a pack holds beside what was measured now: decided calls, and what it held of other calls."""
+        decided = {entry.place: entry for _, entry in self._decided}
+        return list((self._in_pack | decided).values())
+
+    def decided_rows(self) -> list[dict[str, str]]:
+        """The calls that need no tuning."""
+        return [{"workload": call.workload, **entry.place._asdict()} for call, entry in self._decided]
+
+    def show(self, as_json: bool) -> None:
+        """Lists the calls."""
+        rows = [(call, "decided") for call, _ in self._decided] + [(call, "open") for call in self._open]
+        data = [
+            {"workload": call.workload, "op_id": call.inv.op_id, "call_key": call.inv.call_key, "state": state}
+            for call, state in rows
+        ]
+        if as_json:
+            print_json(data)
+        else:
+            print_table(["WORKLOAD", "OP", "CALL KEY", "STATE"], [tuple(row.values()) for row in data])
+
+
 def _stopped(calls: int, rows: list[Row]) -> str:
     """What Ctrl-C has left undone."""
     if len(rows) < calls:
@@ -149,12 +227,15 @@ def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list
     return rows
 
 
-def _keep(cache: PersistentCache, tuned: list[Row], out: Path | None, no_trials: bool) -> Iterator[str]:
-    """Writes the pack, if one is wanted; gives what was lost."""
+def _keep(
+    cache: PersistentCache, tuned: list[Row], out: Path | None, no_trials: bool, others: list[StoredEntry]
+) -> Iterator[str]:
+    """Writes the pack, if one is wanted, with what was measured and `others`; gives what was lost."""
     stored = [cache.own(row["device"], row["op_id"], row["call_key"]) for row in tuned]
     entries = [entry for entry in stored if entry is not None]
     if cache.in_memory or len(entries) < len(tuned):
         yield f"not kept: results could not be stored in {cache.path}."
+    entries = [*entries, *(entry for entry in others if entry.place not in {own.place for own in entries})]
     if out is not None and not entries:
         yield f"not written: {out}: there is no result to write."
     elif out is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,12 @@ from ejkernel.kernels.grouped_matmul.groups import covered, local_groups
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 from ejkernel.kernels.grouped_matmul.xla import XlaConfig
-from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import Operation
 from ejkernel.ops.core.types import Cfg
 
 Array = jax.Array
-Platform = Literal["mosaic", "triton", "pallas", "xla"]
 ForwardParams = MosaicConfig | TritonConfig | TpuConfig | XlaConfig
 DrhsParams = MosaicDrhsConfig | TritonConfig | TpuConfig | XlaConfig
 
@@ -59,9 +58,6 @@ class GroupedMatmulArgumentError(EjkernelError, ValueError):
 class _Grouped(Operation[Cfg, Array]):
     """What both products share."""
 
-    def __init__(self, name: str, *, interpret: bool = False) -> None:
-        super().__init__(name, interpret=interpret)
-
     def run_on(self, backend: Backend, /, *args: Any, cfg: Any, precision: Any = None, **kwargs: Any) -> Array:
         """Runs a call; only XLA has several precisions, kernels take the highest."""
         if backend.platform == "xla":
@@ -91,16 +87,13 @@ class _Grouped(Operation[Cfg, Array]):
         return (*args, *([draw(keys[1], existing)] if len(rest) > 1 else [])), dict(inv.kwargs)
 
 
-class GroupedMatmul(_Grouped[GroupedMatmulConfig]):
+class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
     """`lhs[rows of group g] @ rhs[g]`; positional: lhs, rhs, group_sizes, group_offset, existing_out."""
 
     backends = PRODUCT
     workload_module = "ejkernel.kernels.grouped_matmul.workloads"
 
-    def __init__(self, *, interpret: bool = False) -> None:
-        super().__init__("grouped_matmul", interpret=interpret)
-
-    def prepare(
+    def arguments(
         self,
         lhs: Any,
         rhs: Any,
@@ -111,7 +104,6 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig]):
         transpose_rhs: bool = False,
         precision: Any = None,
         preferred_element_type: Any = None,
-        platform: str | None = None,
         out_dtype: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments; afterwards `out_dtype` says what the result is."""
@@ -131,7 +123,7 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig]):
                 f"got {existing_out.dtype}{list(existing_out.shape)}."
             )
         kwargs = {"transpose_rhs": bool(transpose_rhs), "out_dtype": jnp.dtype(out_dtype).name}
-        return (lhs, rhs, sizes, group_offset, existing_out), kwargs | _given(precision=precision, platform=platform)
+        return (lhs, rhs, sizes, group_offset, existing_out), _with(kwargs, precision)
 
     def run_on(self, backend: Backend, /, *args: Any, cfg: Any, **kwargs: Any) -> Array:
         """The product; rows of no group are those of existing_out."""
@@ -162,7 +154,7 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig]):
         return out if existing_out is None else jnp.where(_inside(lhs, rhs, sizes, offset)[:, None], out, existing_out)
 
 
-class GroupedDrhs(_Grouped[GroupedDrhsConfig]):
+class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
     """The gradient of the weights, `lhs[rows of g].T @ dout[rows of g]`; its own gradients are grouped products again.
 
     Positional: lhs, dout, group_sizes, group_offset.
@@ -170,10 +162,7 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig]):
 
     backends = CONTRACTION
 
-    def __init__(self, *, interpret: bool = False) -> None:
-        super().__init__("grouped_matmul_drhs", interpret=interpret)
-
-    def prepare(
+    def arguments(
         self,
         lhs: Any,
         dout: Any,
@@ -183,7 +172,6 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig]):
         groups: int | None = None,
         out_dtype: Any = None,
         precision: Any = None,
-        platform: str | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
         groups = int(group_sizes.shape[0]) if groups is None else groups
@@ -194,7 +182,7 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig]):
             )
         out_dtype = jnp.result_type(lhs.dtype, dout.dtype) if out_dtype is None else jnp.dtype(out_dtype)
         kwargs = {"groups": groups, "out_dtype": out_dtype.name}
-        return (lhs, dout, group_sizes, group_offset), kwargs | _given(precision=precision, platform=platform)
+        return (lhs, dout, group_sizes, group_offset), _with(kwargs, precision)
 
     def custom_vjp(self, primals: Any, cfg: Any, kwargs: dict[str, Any], cotangents: Any) -> tuple[Any, ...]:
         """Products of the rows with the gradient's gradient."""
@@ -216,8 +204,8 @@ def _inside(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Array:
     return covered(local.sizes, lhs.shape[0], local.first_row)
 
 
-def _given(**kwargs: Any) -> dict[str, Any]:
-    return {name: x for name, x in kwargs.items() if x is not None}
+def _with(kwargs: dict[str, Any], precision: Any) -> dict[str, Any]:
+    return kwargs if precision is None else {**kwargs, "precision": precision}
 
 
 def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> Any:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.rms_norm import xla
-from ejkernel.kernels.rms_norm.config import RowParams
-from ejkernel.ops.core.backend import Backend
+from ejkernel.kernels.rows import RowParams
+from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.operation import DifferentiableOperation
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -23,14 +21,14 @@ class RmsNormConfig:
 
     fwd_params: RowParams | None = None
     bwd_params: RowParams | None = None
-    platform: Literal["triton", "xla"] | None = None
+    platform: Platform | None = None
 
 
 class NormArgumentError(EjkernelError, ValueError):
     """An argument of a norm does not fit the others."""
 
 
-class RmsNorm(DifferentiableOperation[RmsNormConfig, Any]):
+class RmsNorm(DifferentiableOperation[RmsNormConfig, Any], op_id="rms_norm"):
     """`x / sqrt(mean(x²) + epsilon) · (scale + scale_offset)` over the last axis; positional: x, scale, residual."""
 
     backends = (
@@ -39,18 +37,8 @@ class RmsNorm(DifferentiableOperation[RmsNormConfig, Any]):
     )
     workload_module = "ejkernel.kernels.rms_norm.workloads"
 
-    def __init__(self, *, interpret: bool = False) -> None:
-        super().__init__("rms_norm", interpret=interpret)
-
-    def prepare(
-        self,
-        x: Any,
-        scale: Any = None,
-        residual: Any = None,
-        *,
-        epsilon: float = 1e-6,
-        scale_offset: float = 0.0,
-        platform: str | None = None,
+    def arguments(
+        self, x: Any, scale: Any = None, residual: Any = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -59,12 +47,11 @@ class RmsNorm(DifferentiableOperation[RmsNormConfig, Any]):
             raise NormArgumentError(f"scale must have shape {x.shape[-1:]}, got {scale.shape}.")
         if residual is not None and residual.shape != x.shape:
             raise NormArgumentError(f"residual must have the shape of x, {x.shape}, got {residual.shape}.")
-        asked = {} if platform is None else {"platform": platform}
-        return (x, scale, residual), {"epsilon": float(epsilon), "scale_offset": float(scale_offset), **asked}
+        return (x, scale, residual), {"epsilon": float(epsilon), "scale_offset": float(scale_offset)}
 
-    def reference(self, x: Array, *rest: Any, platform: str | None = None, **kwargs: Any) -> Any:
+    def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX."""
-        return xla.forward(x, *rest, params=None, **kwargs)[0]
+        return xla.forward(*args, params=None, **kwargs)[0]
 
 
 _kernel = RmsNorm()

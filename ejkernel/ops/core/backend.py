@@ -6,12 +6,14 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ejkernel.ops.core.kernel import Invocation, KernelDefinitionError
 from ejkernel.ops.utils.canonical import distinct
 from ejkernel.ops.utils.fingerprint import compute_capability, device_kind
 
+Platform = Literal["triton", "mosaic", "cudnn", "pallas", "xla"]
+"""What a config's `platform` may name: any of them, so that a new backend leaves the config class as it is."""
 KINDS = {"triton": ("gpu",), "mosaic": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu",), "xla": ("cpu", "gpu", "tpu")}
 """The kinds of devices that each platform compiles for."""
 
@@ -39,7 +41,7 @@ class Backend:
       thorough: Whether tuning tries all of its params even where other backends are more promising.
     """
 
-    platform: str
+    platform: Platform
     source: Any
     fwd: type | None = None
     bwd: type | None = None

@@ -30,11 +30,11 @@ class Operation(Kernel[Cfg, Out]):
     """A kernel whose implementations are listed in `backends`, the most promising first.
 
     The config class is a frozen dataclass with `fwd_params`, `platform` and, for a `DifferentiableOperation`,
-    `bwd_params`. A subclass writes `prepare`, which checks the arguments, and `reference`. JAX differentiates the
-    backends' code, unless the subclass has a `custom_vjp`, or `vjp` with `fwd_with_residuals`.
+    `bwd_params`. A subclass writes `arguments`, which checks the arguments of a call, and `reference`. JAX
+    differentiates the backends' code, unless the subclass has a `custom_vjp`, or `vjp` with `fwd_with_residuals`.
 
     Args:
-      name: The op id.
+      name: The op id; by default that of the class, `class MyOp(Operation[Cfg, Out], op_id="my_op")`.
       interpret: Run backends that can be interpreted in an interpreter, to test them on a CPU.
     """
 
@@ -44,12 +44,15 @@ class Operation(Kernel[Cfg, Out]):
     workload_module: ClassVar[str | None] = None
     """Name of a module with `WORKLOADS`, the named calls of tests, benchmarks and packs."""
 
+    _class_op_id: ClassVar[str | None] = None
+
     def __init__(self, name: str | None = None, *, interpret: bool = False) -> None:
-        super().__init__(name)
+        super().__init__(name or self._class_op_id)
         self.interpret = interpret
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, op_id: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._class_op_id = op_id or cls._class_op_id
         sources = (b.source if isinstance(b.source, str) else getattr(b.source, "__name__", "") for b in cls.backends)
         cls.source_modules = tuple(sources)
         for backend in cls.__dict__.get("backends", ()):
@@ -66,6 +69,17 @@ class Operation(Kernel[Cfg, Out]):
             return []
         found = importlib.import_module(cls.workload_module).WORKLOADS
         return [w for w in found if device in (None, w.device)]
+
+    # --- Arguments ---
+
+    def prepare(self, /, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Args, Kwargs]:
+        """What `arguments` makes of them, and the platform if the call asks for one."""
+        args, kwargs = self.arguments(*args, **kwargs)
+        return args, kwargs if platform is None else {**kwargs, "platform": platform}
+
+    def arguments(self, /, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        """Checks the arguments of a call and brings them into the form that all backends take."""
+        return args, kwargs
 
     # --- What serves a call ---
 

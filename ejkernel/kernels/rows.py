@@ -1,4 +1,4 @@
-"""How the rows of a norm are cut into programs."""
+"""How operations on rows are cut into programs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,88 @@
+"""Operations on rows, in Pallas' Triton dialect: what norms, softmaxes and gates share.
+
+An array is a table whose rows are its last axis. A program works on blocks of whole rows, one or a few at a time.
+Columns are filled up to a power of two, and what lies outside of the array is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ejkernel.kernels.pallas_call import pallas_call
+from ejkernel.kernels.rows import RowParams
+
+Array = jax.Array
+MOST_COLUMNS = 32768
+
+
+def unsupported(x: Any) -> str | None:
+    """Why there is no kernel for the rows of x; None if there is one."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"x must be bfloat16, float16 or float32, got {x.dtype}"
+    if x.size == 0 or x.shape[-1] > MOST_COLUMNS:
+        return f"x must have some rows, of at most {MOST_COLUMNS} columns, got shape {x.shape}"
+    return None
+
+
+def space(columns: int, arrays: int) -> list[RowParams]:
+    """Some 32 elements per thread first, then less and more, for blocks that hold so many arrays."""
+    width = pl.next_power_of_2(columns)
+    warps, rows = min(max(width * arrays // 1024, 1), 16), max(2048 // (width * arrays), 1)
+    sizes = [(rows, warps), *((r, w) for r in (1, 2, 4, rows) for w in (warps // 2, warps, 2 * warps))]
+    return [RowParams(rows=r, num_warps=w) for r, w in sizes if 0 < w <= 32 and (r == rows or r * width <= 16384)]
+
+
+def table(x: Any) -> tuple[int, int]:
+    """Rows and columns of an array."""
+    return x.size // x.shape[-1], x.shape[-1]
+
+
+class Block:
+    """The rows of one step of a program; what lies outside of the array is masked."""
+
+    def __init__(self, step: Any, rows: int, shape: tuple[int, int]) -> None:
+        row, column = step * rows + jnp.arange(rows), jnp.arange(pl.next_power_of_2(shape[1]))
+        inside = row < shape[0], column < shape[1]
+        self._places = {
+            "whole": ((row[:, None], column[None, :]), inside[0][:, None] & inside[1][None, :]),
+            "rows": (row, inside[0]),
+            "columns": (column, inside[1]),
+            "step": ((step, column), inside[1]),
+        }
+
+    def load(self, ref: Any, what: str = "whole") -> Array:
+        """In float32: the block, or its part of an array of one number per row or column."""
+        at, mask = self._places[what]
+        found = plgpu.load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
+        return found[:, None] if what == "rows" else found
+
+    def store(self, ref: Any, value: Array, what: str = "whole") -> None:
+        """As `load`; "step" is the step's own row."""
+        at, mask = self._places[what]
+        plgpu.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+
+
+def call(
+    kernel: Callable[[dict[str, Any]], None],
+    arrays: Mapping[str, Any],
+    types: Mapping[str, Any],
+    programs: int,
+    params: RowParams,
+    interpret: bool,
+) -> dict[str, Array]:
+    """Runs a kernel on the arrays that there are; it gets all references by name, and outputs go by theirs.
+
+    Arrays are tables, or have one number per row or column.
+    """
+    given = {name: x for name, x in arrays.items() if x is not None}
+    options = plgpu.CompilerParams(num_warps=params.num_warps, num_stages=1)
+    body = lambda *refs: kernel(dict(zip([*given, *types], refs, strict=True)))
+    run = pallas_call(body, list(types.values()), grid=(programs,), interpret=interpret, compiler_params=options)
+    outs = run(*given.values())
+    return dict(zip(types, outs, strict=True))

@@ -1,0 +1,117 @@
+"""What an operation and a backend cost their authors: the base does the rest."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel
+from ejkernel.modules import RmsNorm
+from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
+from ejkernel.ops import Invocation, from_json, to_json
+from ejkernel.ops.core.backend import Backend, ParamsTypeError
+from ejkernel.ops.core.dispatch import UnsupportedCallError
+from ejkernel.ops.core.operation import Operation, OperationArgumentError
+from tests.kernels.contract import OperationCase, check
+from tests.kernels.rms_norm.test_contract import oracle
+
+FILE = """
+import jax.numpy as jnp
+from ejkernel.kernels.rms_norm import xla
+from ejkernel.kernels.rows import RowParams
+
+
+def unsupported(inv, *, backward):
+    return "two axes only" if inv.args[0].ndim != 2 else None
+
+
+def forward_space(inv):
+    return [RowParams(rows=2), RowParams(rows=1)]
+
+
+def forward(x, scale, residual, *, params, epsilon, scale_offset, interpret):
+    assert interpret
+    parts = jnp.split(x, (params or RowParams(rows=2)).rows)
+    given = {"params": None, "epsilon": epsilon, "scale_offset": scale_offset}
+    found = [xla.forward(part, scale, residual, **given) for part in parts]
+    return jnp.concatenate([out for out, _ in found]), jnp.concatenate([rstd for _, rstd in found])
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """RMSNorm with one more backend: a file, and one line in the list."""
+    (tmp_path / "my_norm.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    from ejkernel.kernels.rows import RowParams
+
+    class Mine(RmsNorm):
+        backends = (
+            Backend("mosaic", "my_norm", RowParams, interpret=True),  # The one line.
+            *RmsNorm.backends,
+        )
+
+    return Mine
+
+
+def call(kernel, shape=(6, 8), platform="mosaic"):
+    args, kwargs = kernel.prepare(jax.ShapeDtypeStruct(shape, jnp.float32), epsilon=1e-6)
+    return Invocation(kernel=kernel, args=args, kwargs=kwargs, platform=platform)
+
+
+def test_a_new_backend_is_one_file_and_one_line(mine):
+    make = lambda rng: [rng.normal(size=(6, 8)), rng.normal(size=8), None]
+    check(mine, "mosaic", OperationCase("mine", make), oracle)  # Outputs and gradients, or it says why not.
+    refused = OperationCase("refused", lambda rng: [rng.normal(size=8), None, None], refused_by=frozenset({"mosaic"}))
+    check(mine, "mosaic", refused, oracle)
+
+
+def test_configs_and_refusals_of_a_new_backend_follow_from_its_file(mine):
+    kernel = mine(interpret=True)
+    params = kernel.backend("mosaic").fwd
+    assert kernel.heuristic_cfg(call(kernel)) == RmsNormConfig(params(rows=2), None, "mosaic")
+    spaces = [cfg for cfg in kernel.config_space(call(kernel)) if cfg.platform == "mosaic"]
+    assert [cfg.fwd_params.rows for cfg in spaces] == [2, 1]
+    assert from_json(to_json(spaces[0]), RmsNormConfig) == spaces[0]  # What was tuned is stored and read.
+    assert kernel.supports(call(kernel, (8,)), "mosaic") == "two axes only"
+    assert "needs a GPU" in mine().supports(call(mine()), "mosaic")
+    x = jnp.ones((6, 8))
+    assert kernel.call((x,), {}, cfg=RmsNormConfig(params(rows=1), platform="mosaic")).shape == (6, 8)
+    with pytest.raises(UnsupportedCallError, match="mosaic: two axes only"):
+        kernel.call((x[0],), {}, cfg=RmsNormConfig(platform="mosaic"))
+    with pytest.raises(ParamsTypeError, match=r"cfg.fwd_params must be RowParams for platform 'mosaic', got int"):
+        kernel.call((x,), {}, cfg=RmsNormConfig(3, platform="mosaic"))  # pyright: ignore[reportArgumentType]
+
+
+def test_arguments_are_checked_once_and_platform_belongs_to_the_base():
+    kernel = RmsNorm()
+    args, kwargs = kernel.prepare(jnp.ones((2, 4)), epsilon=1, platform="xla")
+    assert [x is None for x in args] == [False, True, True]
+    assert kwargs == {"epsilon": 1.0, "scale_offset": 0.0, "platform": "xla"}
+    assert "platform" not in kernel.prepare(jnp.ones((2, 4)))[1]
+    with pytest.raises(NormArgumentError, match="scale must have shape"):
+        kernel.prepare(jnp.ones((2, 4)), jnp.ones(3), platform="xla")
+    with pytest.raises(OperationArgumentError, match="has no platform 'mosaic', only triton, xla"):
+        kernel.call((jnp.ones((2, 4)),), {}, platform="mosaic")
+
+
+def test_the_op_id_of_a_class_is_that_of_its_instances_unless_they_have_another():
+    class Named(Operation[RmsNormConfig, object], op_id="my_pkg.named"):
+        pass
+
+    class Derived(Named):
+        pass
+
+    class Nameless(Operation[RmsNormConfig, object]):
+        pass
+
+    assert (Named().op_id, Named("other").op_id, Derived().op_id) == ("my_pkg.named", "other", "my_pkg.named")
+    assert Nameless().op_id.endswith("Nameless")
+    assert RmsNorm().op_id == "rms_norm"
+
+
+def test_rms_norm_costs_no_more_than_250_lines():
+    root = Path(ejkernel.__file__).parent
+    files = [root / "modules" / "rms_norm.py", *(root / "kernels" / "rms_norm").glob("*.py")]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 250
