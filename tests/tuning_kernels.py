@@ -195,3 +195,23 @@ class Late(Doubling):
 
     def run(self, x, *, cfg):
         return busy(_callback(_late, 2 * x) if cfg.fault == "late" else 2 * x, cfg.loops)
+
+
+class ByValue(Kernel[Work, jax.Array]):
+    """`2 * x`; a config is slow where the values are of the other sign than its tag."""
+
+    def run(self, x, *, cfg):
+        loops = jnp.where(x[0] * cfg.tag < 0, SLOW, 1) if cfg.tag else MIDDLE
+        wasted = jax.lax.fori_loop(0, loops, lambda _, y: jnp.tanh(y) + 0.1, x)
+        out = 2 * x + 0 * wasted
+        return out if not cfg.fault else jnp.where(x[0] < 0, 3 * x, out)
+
+    def heuristic_cfg(self, inv):
+        return Work(tag=1)
+
+    def config_space(self, inv):
+        return [Work(tag=1), Work(tag=0), Work(tag=1, fault="wrong")]
+
+    def example_cases(self, inv, key):
+        x = jnp.linspace(0.1, 1, inv.args[0].size)
+        return {"positive": ((x,), {}), "negative": ((-x,), {}), "short": ((x[1:],), {})}

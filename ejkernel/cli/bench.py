@@ -20,7 +20,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.tuning.bench import Bench, Rejected
+from ejkernel.ops.tuning.bench import Bench, Rejected, seconds_of
 from ejkernel.ops.tuning.problem import Problem, from_call
 from ejkernel.ops.tuning.standings import Measurement
 
@@ -185,7 +185,7 @@ def _race(bench: Bench, ready: dict[int, Contender], rounds: int, say: Say) -> N
             if isinstance(seconds, Rejected):
                 contender.reason, contender.samples = f"failed: {seconds.reason}", None
             elif contender.samples is not None:
-                contender.samples.append(seconds)
+                contender.samples.append(seconds_of(seconds))
         order = [number for number in order if ready[number].samples is not None]
 
 

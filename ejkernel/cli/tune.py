@@ -52,6 +52,9 @@ def tune(
     grad: Grad = False,
     budget: Annotated[float | None, typer.Option(help="Seconds a call may take to tune.")] = None,
     max_candidates: Annotated[int | None, typer.Option(min=1, help="Try at most this many configs of a call.")] = None,
+    cases: Annotated[
+        str, typer.Option(help="Rank by the geometric mean over these data sets of the kernel: even,uneven.")
+    ] = "",
     compile_s: Annotated[float, typer.Option(help="Seconds that compiling one candidate may take.")] = 120.0,
     isolation: Annotated[Isolation, typer.Option(help="Where candidates run.")] = Isolation.process,
     out: Annotated[Path | None, typer.Option(help="Write the results as a pack, too.")] = None,
@@ -101,7 +104,9 @@ def tune(
     else:
         plan = None
         found, missing = calls.find(target, specs_file, args, settings or [], grad)
-    limits = {"budget_s": budget, "max_candidates": max_candidates, "compile_s": compile_s}
+    limits: Row = {"budget_s": budget, "max_candidates": max_candidates, "compile_s": compile_s}
+    if cases:
+        limits["cases"] = tuple(name.strip() for name in cases.split(","))
     tuner = {**limits, "isolation": str(isolation)}
     with interrupts.noted() as stop:
         outcomes = _tune_here(cache, found, tuner) if executor is None else _tune_there(cache, found, tuner, executor)

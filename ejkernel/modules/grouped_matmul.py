@@ -17,7 +17,7 @@ from ejkernel.kernels.grouped_matmul.backends import CONTRACTION, PRODUCT
 from ejkernel.kernels.grouped_matmul.config import MosaicConfig, MosaicDrhsConfig
 from ejkernel.kernels.grouped_matmul.groups import covered, local_groups
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
-from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
+from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, Distribution, draw_group_sizes
 from ejkernel.kernels.grouped_matmul.xla import XlaConfig
 from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.kernel import Invocation
@@ -76,11 +76,22 @@ class _Grouped(Operation[Cfg, Array]):
 
     def example_inputs(self, inv: Invocation[Any, Any], key: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Normal floats, and groups of uneven sizes that hold all rows."""
+        return self._example(inv, key, "uneven")
+
+    def example_cases(
+        self, inv: Invocation[Any, Any], key: Array
+    ) -> dict[Distribution, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The same with every way in which rows may fall on groups."""
+        return {name: self._example(inv, key, name) for name in DISTRIBUTIONS}
+
+    def _example(
+        self, inv: Invocation[Any, Any], key: Array, distribution: Distribution
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         lhs, other, sizes, *rest = inv.args
         keys = jax.random.split(key, 3)
         seed = int(jax.random.randint(keys[2], (), 0, 1 << 30))
         draw = lambda k, x: None if x is None else jax.random.normal(k, x.shape, x.dtype)
-        drawn = jnp.asarray(draw_group_sizes(lhs.shape[0], sizes.shape[0], seed=seed), sizes.dtype)
+        drawn = jnp.asarray(draw_group_sizes(lhs.shape[0], sizes.shape[0], distribution, seed=seed), sizes.dtype)
         offset, existing = [*rest, None][:2]
         offset = None if offset is None else jnp.zeros(offset.shape, offset.dtype)
         args = (draw(keys[0], lhs), draw(keys[1], other), drawn, offset)

@@ -60,7 +60,7 @@ def _candidates(found: Any) -> tuple[list[str], list[Data]]:
             "cfg": compact(_text(c.get("cfg"))),
             "values": row,
             "status": _text(c.get("status")),
-            "reason": _text(c.get("reason")),
+            "reason": "; ".join(filter(None, (_text(c.get("reason")), _cases(c.get("cases"))))),
             "guess": c.get("guess") is True,
             "median_ms": _number(c.get("median_ms")),
             "n": _number(c.get("n")),
@@ -68,6 +68,12 @@ def _candidates(found: Any) -> tuple[list[str], list[Data]]:
         }
         for c, row in zip(listed, values, strict=True)
     ]
+
+
+def _cases(found: Any) -> str:
+    """The times behind a geometric mean: `even 1.2 ms, uneven 1.9 ms`."""
+    known = found.items() if isinstance(found, Mapping) else ()
+    return ", ".join(f"{name} {ms:.4g} ms" for name, ms in known if isinstance(ms, (int, float)))
 
 
 def _measurement(found: Any) -> Data | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from ejkernel.ops.core.workload import Workload
 
 Distribution = Literal["even", "uneven", "one-hot", "with empty groups"]
+DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
 
 
 def product(

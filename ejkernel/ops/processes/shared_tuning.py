@@ -19,10 +19,10 @@ from ejkernel.ops.processes.agreement import Agreement, Data
 from ejkernel.ops.processes.joint import JointTuningWarning
 from ejkernel.ops.tuning import search
 from ejkernel.ops.tuning.autotuner import Autotuner
-from ejkernel.ops.tuning.bench import Bench, Built, Rejected
+from ejkernel.ops.tuning.bench import Bench, Built, Rejected, seconds_of
 from ejkernel.ops.tuning.history import History
 from ejkernel.ops.tuning.outcome import Tuning
-from ejkernel.ops.tuning.problem import Outline, from_call, outline
+from ejkernel.ops.tuning.problem import Outline, outline
 from ejkernel.ops.tuning.search.space import MAX_LISTED
 from ejkernel.ops.tuning.session import Session, TuningError
 from ejkernel.ops.tuning.timers import Call
@@ -152,7 +152,7 @@ class TogetherTuner:
         return _unmeasured(what)
 
     def _bench(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Bench:
-        return self.tuner.bench(from_call(inv, kernel), timer=CountedClock())
+        return self.tuner.bench_of(inv, kernel, timer=CountedClock())
 
 
 class CountedClock:
@@ -236,7 +236,8 @@ class TogetherBench:
     def measure(self, order: Sequence[int]) -> dict[int, float | Rejected]:
         """One sample each: the slowest process's."""
         mine = self._bench.measure(order)
-        found = self._all([_as_data(mine[number]) for number in order])
+        counts = lambda x: x if isinstance(x, Rejected) else seconds_of(x)
+        found = self._all([_as_data(counts(mine[number])) for number in order])
         together = zip(order, zip(*found, strict=True), strict=True)
         return {number: _any_rejected(everywhere) or max(everywhere) for number, everywhere in together}
 

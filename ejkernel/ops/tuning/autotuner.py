@@ -19,9 +19,9 @@ from ejkernel.ops.store import provenance
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.tuning.bench import Bench
 from ejkernel.ops.tuning.history import History
-from ejkernel.ops.tuning.isolated import IsolatedBench
+from ejkernel.ops.tuning.isolated import IsolatedBench, open_bench
 from ejkernel.ops.tuning.outcome import Tuning
-from ejkernel.ops.tuning.problem import Outline, Problem, from_call, materialise, outline
+from ejkernel.ops.tuning.problem import Outline, Problem, materialise, outline
 from ejkernel.ops.tuning.session import Effort, Session
 from ejkernel.ops.tuning.session import TuningError as TuningError
 from ejkernel.ops.tuning.timers import Timer
@@ -54,6 +54,8 @@ class Autotuner:
       memory_bytes: The worker's limit with `"process"`; by default three quarters of what is available.
       progress: Draw a bar; None draws on terminals, and elsewhere prints a line every 15 seconds; False does neither.
       seed: Of the order of measurements and of random candidates.
+      cases: Names of the kernel's `example_cases`: other data for the same shapes. A config must be right on all of
+        them, and is ranked by the geometric mean of its times.
     """
 
     num_warmup: int = 1
@@ -68,12 +70,15 @@ class Autotuner:
     memory_bytes: int | None = None
     progress: bool | None = None
     seed: int = 0
+    cases: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.isolation not in ("thread", "process"):
             raise TunerSettingError(f"Autotuner: isolation must be 'thread' or 'process', got {self.isolation!r}.")
         if isinstance(self.timer, str) and self.timer not in ("auto", "wall"):
             raise TunerSettingError(f"Autotuner: timer must be 'auto', 'wall' or a Timer, got {self.timer!r}.")
+        if isinstance(self.cases, str) or not all(isinstance(name, str) and name for name in self.cases):
+            raise TunerSettingError(f"Autotuner: cases must be a sequence of names, got {self.cases!r}.")
         limits = {"num_warmup": 0, "num_iters": 1, "max_candidates": 1, "budget_s": 0, "compile_s": 0, "run_s": 0}
         for name, least in limits.items():
             value = getattr(self, name)
@@ -142,14 +147,19 @@ class Autotuner:
         what = outline(inv, kernel, configs)
         limits = {"compile_s": self.compile_s, "run_s": self.run_s, "memory_bytes": self.memory_bytes}
         if self.isolation == "thread":
-            open_bench = lambda: self.bench(from_call(inv, kernel))
+            new_bench = lambda: self.bench_of(inv, kernel)
         else:
-            open_bench = lambda: IsolatedBench(kernel, inv, self._options(), **limits)
-        history = History(store, inv.key, source_of(kernel), aim="cold" if self.cold else "", limits=limits)
+            new_bench = lambda: IsolatedBench(kernel, inv, self._options(), **limits, cases=self.cases)
+        aim = " ".join(["cold"] * self.cold + [f"cases {', '.join(self.cases)}"] * bool(self.cases))
+        history = History(store, inv.key, source_of(kernel), aim=aim, limits=limits)
         stored = None if store is None else _stored(store, inv, kernel)
         keywords = {name: _as_text(value) for name, value in kernel.describe_keywords(inv).items()}
-        tuning = Session(self.effort(), what, open_bench, history, stop, seeds, stored).run()
+        tuning = Session(self.effort(), what, new_bench, history, stop, seeds, stored).run()
         return replace(tuning, keywords=keywords)
+
+    def bench_of(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **options: Any) -> Bench:
+        """Where the candidates of a call are measured in this process."""
+        return open_bench(kernel, inv, self.cases, compile_s=self.compile_s, **(self._options() | options))
 
     def bench(self, problem: Problem, **options: Any) -> Bench:
         """Where the candidates of a problem are measured in this process."""

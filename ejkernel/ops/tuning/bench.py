@@ -7,11 +7,13 @@ import functools
 import os
 import queue
 import re
+import statistics
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +32,14 @@ from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import short_hash
 
 Fault = Literal["failed", "wrong"]
+Sample = float | dict[str, float]
+"""Seconds; of several cases, those of each by name."""
+
+
+def seconds_of(sample: Sample) -> float:
+    """What counts in a race: of several cases the geometric mean."""
+    return statistics.geometric_mean(sample.values()) if isinstance(sample, dict) else sample
+
 
 _CALLBACK = re.compile(r"custom_call @\w*callback")
 
@@ -66,6 +76,8 @@ class Bench:
       num_warmup: Runs of each candidate before the first sample; the first one is the one that is checked.
       exclusive: Whether this process only measures; then timers that would disturb others are allowed.
       compile_s: How long compiling one candidate may take before it is given up.
+      cases: The same problem on other data, by name, instead of `problem`'s own: candidates must be right on all of
+        them, and a sample is a time for each.
     """
 
     def __init__(
@@ -77,18 +89,19 @@ class Bench:
         num_warmup: int = 1,
         exclusive: bool = False,
         compile_s: float = 600.0,
+        cases: Mapping[str, Problem] | None = None,
     ) -> None:
-        self.problem = problem
-        arrays, statics = arguments.split((problem.args, problem.kwargs))
-        # On the device once and for all: what a call costs is not what copying its arguments costs.
-        self._arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
-        self._tree = arguments.merge(self._arrays, statics)
+        self._cases = dict(cases) if cases else {"": problem}
+        self.problem = next(iter(self._cases.values()))
+        self._data = {name: _on_device(case) for name, case in self._cases.items()}
+        self._arrays = next(iter(self._data.values()))
+        self._tree = arguments.merge(self._arrays, arguments.split((self.problem.args, self.problem.kwargs))[1])
         self._cold = cold
         self._num_warmup = max(1, num_warmup)
         self._compile_s = compile_s
         self._compiled: dict[int, Any] = {}
-        self._calls: dict[int, Callable[[], Any]] = {}
-        self._truth: Any = None
+        self._calls: dict[int, list[Callable[[], Any]]] = {}
+        self._truths: list[Any] = []
         self.timer = self._choose_timer(timer, exclusive)
 
     def _choose_timer(self, timer: timers.Timer | str, exclusive: bool) -> timers.Timer:
@@ -133,17 +146,15 @@ class Bench:
     def set_truth(self, number: int | None) -> None:
         """Takes a candidate's output, or the problem's own truth, as the right answer."""
         if number is None:
-            assert self.problem.truth is not None
-            self._truth = jax.block_until_ready(self.problem.truth())
+            self._truths = [jax.block_until_ready(case.truth()) for case in self._cases.values() if case.truth]
         else:
-            self._truth = jax.block_until_ready(self._compiled[number](*self._arrays))
+            self._truths = [jax.block_until_ready(self._compiled[number](*x)) for x in self._data.values()]
 
     def prove(self, number: int) -> Rejected | None:
         """Runs a candidate, compares its output with the truth, and warms it up."""
         compiled = self._compiled[number]
         try:
-            out = jax.block_until_ready(compiled(*self._arrays))
-            reason = self.problem.mismatch(out, self._truth)
+            reason = next(filter(None, map(partial(self._mismatch, compiled), self._data, self._truths)), None)
             for _ in range(self._num_warmup - 1):
                 jax.block_until_ready(compiled(*self._arrays))
         except KernelDefinitionError:
@@ -152,23 +163,27 @@ class Bench:
             return _failed(error)
         if reason is not None:
             return Rejected("wrong", reason)
-        call = functools.partial(compiled, *self._arrays)
-        self._calls[number] = timers.cold(compiled, self._arrays) if self._cold else call
+        call = lambda arrays: timers.cold(compiled, arrays) if self._cold else partial(compiled, *arrays)
+        self._calls[number] = [call(arrays) for arrays in self._data.values()]
         return None
+
+    def _mismatch(self, compiled: Any, name: str, truth: Any) -> str | None:
+        out = jax.block_until_ready(compiled(*self._data[name]))
+        reason = self._cases[name].mismatch(out, truth)
+        return f"case {name}: {reason}" if reason is not None and name else reason
 
     def prove_gradient(self, cfg: Any) -> Rejected | None:
         """Compares what a config gives under `jax.grad` with the truth, for kernels with a gradient of their own."""
-        if self.problem.prove_gradient is None:
-            return None
+        provers = [case.prove_gradient for case in self._cases.values() if case.prove_gradient is not None]
         try:
-            reason = self.problem.prove_gradient(cfg)
+            reason = next(filter(None, (prove(cfg) for prove in provers)), None)
         except KernelDefinitionError:
             raise
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             return _failed(error, "gradient: ")
         return None if reason is None else Rejected("wrong", reason)
 
-    def measure(self, order: Sequence[int]) -> dict[int, float | Rejected]:
+    def measure(self, order: Sequence[int]) -> dict[int, Sample | Rejected]:
         """One sample each, in this order, in seconds; a candidate that broke has its reason instead.
 
         Raises:
@@ -176,13 +191,18 @@ class Bench:
         """
         try:
             with _measuring:
-                return dict(zip(order, self.timer.measure([self._calls[number] for number in order]), strict=True))
+                calls = [call for number in order for call in self._calls[number]]
+                times = iter(self.timer.measure(calls))
+            return {number: self._sample([next(times) for _ in self._cases]) for number in order}
         except timers.TimerError:
             raise
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             if len(order) == 1:
                 return {order[0]: _failed(error)}
         return {number: sample for each in order for number, sample in self.measure([each]).items()}
+
+    def _sample(self, times: list[float]) -> Sample:
+        return times[0] if "" in self._cases else dict(zip(self._cases, times, strict=True))
 
     def use_wall_clock(self) -> None:
         """For when the better timer stops working: another profiler was started meanwhile."""
@@ -197,6 +217,12 @@ class Bench:
         """Frees everything."""
         self._calls.clear()
         self._compiled.clear()
+
+
+def _on_device(problem: Problem) -> list[jax.Array]:
+    """A problem's arrays, on the device once and for all: what a call costs is not what copying its arguments costs."""
+    arrays, _ = arguments.split((problem.args, problem.kwargs))
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
 
 
 def _failed(error: BaseException, where: str = "") -> Rejected:

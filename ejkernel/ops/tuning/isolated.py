@@ -14,8 +14,8 @@ import jax
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.asking import source_of
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
-from ejkernel.ops.tuning.bench import Bench, Built, Rejected
-from ejkernel.ops.tuning.problem import from_call
+from ejkernel.ops.tuning.bench import Bench, Built, Rejected, Sample
+from ejkernel.ops.tuning.problem import from_call, from_cases
 from ejkernel.ops.tuning.timers import TimerError
 from ejkernel.ops.tuning.workers import JobError, JobOutOfMemory, JobRaised, JobTimedOut, ProcessWorker
 from ejkernel.ops.utils import arguments
@@ -25,15 +25,25 @@ class IsolatedBenchError(EjkernelError, RuntimeError):
     """A problem could not be set up in a worker: no candidate is to blame."""
 
 
+def open_bench(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cases: Sequence[str] = (), **options: Any) -> Bench:
+    """The bench of a call in this process, on the call's data or on the kernel's `example_cases` of these names."""
+    if not cases:
+        return Bench(from_call(inv, kernel), **options)
+    problems = from_cases(inv, kernel, cases)
+    return Bench(problems[cases[0]], cases=problems, **options)
+
+
 # --- In the worker ---
 
 _bench: Bench | None = None
 
 
-def _open(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], options: dict[str, Any]) -> tuple[str, bool]:
+def _open(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], options: dict[str, Any], cases: Sequence[str]
+) -> tuple[str, bool]:
     global _bench
     # Nothing else runs in here, so the most exact timer may be used.
-    _bench = Bench(from_call(inv, kernel), exclusive=True, **options)
+    _bench = open_bench(kernel, inv, cases, exclusive=True, **options)
     return _timer()
 
 
@@ -70,6 +80,7 @@ class IsolatedBench:
       compile_s: Limit of compiling one candidate.
       run_s: Limit of running one candidate once.
       memory_bytes: Limit of the worker's memory.
+      cases: Names of the kernel's `example_cases` to measure on, instead of the call's data.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class IsolatedBench:
         compile_s: float,
         run_s: float,
         memory_bytes: int | None,
+        cases: Sequence[str] = (),
     ) -> None:
         owner = type(source_of(kernel))
         if owner.__module__ == "__main__":
@@ -92,9 +104,9 @@ class IsolatedBench:
         sent = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if arguments.has_no_data(x) else x
         args, kwargs = jax.tree.map(sent, (inv.args, dict(inv.kwargs)))
         inv = replace(inv, args=args, kwargs=kwargs, metadata=dict(inv.metadata))
-        self._call = (kernel, inv, {**options, "compile_s": compile_s})
+        self._call = (kernel, inv, {**options, "compile_s": compile_s}, tuple(cases))
         self._compile_s, self._run_s = compile_s, run_s
-        self._runs = max(1, options.get("num_warmup", 1))
+        self._runs = max(1, options.get("num_warmup", 1)) + max(0, len(cases) - 1)
         self._worker = ProcessWorker(memory_bytes=memory_bytes)
         self._cfgs: dict[int, Any] = {}
         self._truth: tuple[int | None, Any] | None = None
@@ -168,9 +180,9 @@ class IsolatedBench:
         except JobError as error:
             return self._rejected(error, "compile_s", "gradient: ")
 
-    def measure(self, order: Sequence[int]) -> dict[int, float | Rejected]:
+    def measure(self, order: Sequence[int]) -> dict[int, Sample | Rejected]:
         """As in `Bench`; if a round breaks the worker, each candidate is measured in a job of its own."""
-        samples: dict[int, float | Rejected] = {**self._revive(order)}
+        samples: dict[int, Sample | Rejected] = {**self._revive(order)}
         left = [number for number in order if number not in samples]
         if not left:
             return samples

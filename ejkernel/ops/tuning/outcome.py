@@ -79,6 +79,8 @@ class Tuning:
         lines.append(
             f"winner {self.cfg!r}: {self.measurement or 'not measured'}{'' if self.complete else ' (incomplete)'}"
         )
+        if cases := next((c.cases for c in self.candidates if c.status == "winner"), None):
+            lines.append("  the geometric mean of " + ", ".join(f"{n} {ms:.4g} ms" for n, ms in cases.items()))
         if self.speedup is not None:
             gain = self.speedup
             lines.append(f"speed-up over the heuristic {gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]")
@@ -100,4 +102,5 @@ def _candidate(c: Candidate) -> dict[str, Any]:
         "guess": c.guess,
         "median_ms": None if measured is None else measured.median_ms,
         **times,
+        **({"cases": dict(c.cases)} if c.cases else {}),
     }

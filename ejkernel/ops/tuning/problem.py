@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -133,6 +133,36 @@ def from_call(
     )
 
 
+def from_cases(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], names: Sequence[str]) -> dict[str, Problem]:
+    """The problems of one call on several data sets, those of the kernel's `example_cases` with these names.
+
+    Raises:
+      TuningInputsError: The kernel has no such data, or data of other shapes than the call's.
+    """
+    owner = forward_of(kernel)
+    make = getattr(owner, "example_cases", None)
+    found = {} if make is None else make(inv, _key_of(inv))
+    if missing := [name for name in names if name not in found]:
+        has = f"it has {', '.join(found)}" if found else "it has no example_cases"
+        raise TuningInputsError(f"{inv.op_id}: no case is named {', '.join(missing)}; {has}.")
+    problems = {}
+    for name in names:
+        args, kwargs = found[name]
+        for a, b in zip(jax.tree.leaves((args, kwargs)), jax.tree.leaves((inv.args, dict(inv.kwargs))), strict=True):
+            if arguments.is_array(a) and (a.shape, a.dtype) != (b.shape, b.dtype):
+                raise TuningInputsError(
+                    f"{inv.op_id}: case {name!r} has {a.dtype}{list(a.shape)} where the call has "
+                    f"{b.dtype}{list(b.shape)}."
+                )
+        problems[name] = from_call(replace(inv, args=tuple(args), kwargs=dict(kwargs)), kernel)
+    return problems
+
+
+def _key_of(inv: Invocation[Any, Any]) -> jax.Array:
+    """The same data in every process that tunes the same call."""
+    return jax.random.key(zlib.crc32(inv.call_key.encode()))
+
+
 def _both(run: Callable[..., Any], under_gradient: Callable[..., Any] | None) -> Callable[..., Any]:
     def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return run(*args, **kwargs), None if under_gradient is None else under_gradient(*args, **kwargs)
@@ -180,8 +210,7 @@ def concrete_inputs(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> tupl
     """The call's own arguments, or legal ones of the same shapes if it is abstract."""
     if not inv.is_abstract:
         return inv.args, dict(inv.kwargs)
-    # The same data in every process that tunes the same call.
-    key = jax.random.key(zlib.crc32(inv.call_key.encode()))
+    key = _key_of(inv)
     if (make := getattr(forward_of(kernel), "example_inputs", None)) is not None:
         found = make(inv, key)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,9 @@ class Roster:
         everyone = (n for n in range(len(self.cfgs)) if n in wanted or self.twins.get(n) in wanted)
         return {self.name(n): self.time(n) for n in everyone if self.time(n) < float("inf")}
 
-    def list_candidates(self, results: list[RaceResult[int]], earlier: str) -> Iterator[Candidate]:
+    def list_candidates(
+        self, results: list[RaceResult[int]], earlier: str, cases: Mapping[int, Mapping[str, float]]
+    ) -> Iterator[Candidate]:
         """What became of every candidate; `earlier` is said of those that raced in another tuning."""
         standings = {s.cfg: s for result in results for s in result.standings}
         for n, cfg in enumerate(self.cfgs):
@@ -123,4 +125,5 @@ class Roster:
                 status, reason = ("raced out", earlier) if n in self.seconds else ("unfinished", "")
             measured = None if standing is None else standing.measurement
             guess = self.name(n) == cfg_id(self.guess)
-            yield Candidate(cfg=cfg, status=status, reason=reason, measurement=measured, guess=guess)
+            facts = {"measurement": measured, "guess": guess, "cases": cases.get(n, {})}
+            yield Candidate(cfg=cfg, status=status, reason=reason, **facts)

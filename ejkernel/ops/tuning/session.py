@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.tuning import racing, search
-from ejkernel.ops.tuning.bench import Built, Rejected
+from ejkernel.ops.tuning.bench import Built, Rejected, Sample, seconds_of
 from ejkernel.ops.tuning.cost import Cost, larger
 from ejkernel.ops.tuning.history import Decided, History
 from ejkernel.ops.tuning.outcome import Tuning
@@ -79,6 +80,7 @@ class Session:
     _has_truth: bool = False
     _finished: bool = False
     _cost: Cost | None = None
+    _by_case: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
     def run(self) -> Tuning:
         """The outcome.
@@ -321,7 +323,7 @@ class Session:
                 race.stop()
                 return
             samples = self._bench.measure(race.next_round())
-            seconds = {n: s for n, s in samples.items() if not isinstance(s, Rejected)}
+            seconds = {n: self._seconds(n, s) for n, s in samples.items() if not isinstance(s, Rejected)}
             for number, sample in samples.items():
                 if isinstance(sample, Rejected):
                     race.fail(number, sample.reason)
@@ -331,6 +333,12 @@ class Session:
             race.record(seconds)
             self.history.add_round({self._roster.name(n): s for n, s in seconds.items()})
             self._progress.racing(race, total, self._cfg)
+
+    def _seconds(self, number: int, sample: Sample) -> float:
+        """What counts of a sample; the times of several cases are kept for the report."""
+        for name, time_s in sample.items() if isinstance(sample, dict) else ():
+            self._by_case.setdefault(number, {}).setdefault(name, []).append(time_s)
+        return seconds_of(sample)
 
     def _adopt(self, result: RaceResult[int]) -> None:
         self._results.append(result)
@@ -355,7 +363,8 @@ class Session:
     def _report(self, seconds: float) -> Tuning:
         roster = self._roster
         timer = self._bench.timer.name if "_bench" in vars(self) else ""
-        candidates = tuple(roster.list_candidates(self._results, EARLIER))
+        cases = {n: {c: 1e3 * statistics.median(x) for c, x in by.items()} for n, by in self._by_case.items()}
+        candidates = tuple(roster.list_candidates(self._results, EARLIER, cases))
         unfinished = any(c.status == "unfinished" for c in candidates)
         facts: dict[str, Any] = {
             "candidates": candidates,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -72,6 +72,8 @@ class Candidate:
     reason: str = ""
     measurement: Measurement | None = None
     guess: bool = False
+    cases: Mapping[str, float] = field(default_factory=dict)
+    """Median milliseconds of each case, if there were several; `measurement` is of their geometric means."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,13 +24,14 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.tuning.autotuner import TunerSettingError
 from ejkernel.ops.tuning.bench import Bench
-from ejkernel.ops.tuning.problem import outline, with_noise
+from ejkernel.ops.tuning.problem import TuningInputsError, outline, with_noise
 from ejkernel.ops.tuning.session import TuningError
 from ejkernel.ops.tuning.shortfall import TuningWarning
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
     SLOW,
+    ByValue,
     Doubling,
     OwnBackward,
     Referenced,
@@ -923,3 +924,36 @@ def test_keywords_of_a_call_are_kept_as_text():
     kept = Autotuner(max_candidates=1).tune(inv, Keyed()).statistics()["keywords"]
     part = "functools.partial(<built-in function max>, 1)"
     assert kept == {"flag": "True", "word": "'a'", "fn": "builtins.max", "part": part}
+
+
+# --- Several data sets ---
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_config_that_is_fast_on_one_data_set_only_does_not_win(isolation, tmp_path):
+    tuner = Autotuner(progress=False, isolation=isolation, cases=("positive", "negative"))
+    kernel, store = ByValue("tests.by_value"), PersistentCache(tmp_path)
+    assert QUIET.tune(call(kernel, X), kernel).cfg == Work(tag=1)
+    tuning = tuner.tune(call(kernel, X), kernel, store=store)
+    assert tuning.cfg == Work(tag=0)
+    times = {c.cfg.tag: c.cases for c in tuning.candidates if not c.cfg.fault}
+    assert times[1]["negative"] > 3 * times[1]["positive"]
+    assert set(times[0]) == {"positive", "negative"}
+    assert "positive" in tuning.summary()
+    assert {c["cases"].keys() == {"positive", "negative"} for c in tuning.statistics()["candidates"][:2]} == {True}
+    # It was right on the first data set, and other data is another tuning.
+    (wrong,) = [c for c in tuning.candidates if c.cfg.fault]
+    assert wrong.status == "wrong"
+    assert wrong.reason.startswith("case negative: ")
+
+
+def test_cases_that_are_not_there_or_do_not_fit_are_named():
+    kernel = ByValue("tests.by_value")
+    with pytest.raises(TuningInputsError, match="no case is named zero; it has positive, negative, short"):
+        Autotuner(cases=["zero"]).tune(call(kernel, X), kernel)
+    with pytest.raises(TuningInputsError, match=r"case 'short' has float32\[255\] where the call has float32\[256\]"):
+        Autotuner(cases=["short"]).tune(call(kernel, X), kernel)
+    with pytest.raises(TuningInputsError, match="it has no example_cases"):
+        Autotuner(cases=["positive"]).tune(call(Doubling(), X), Doubling())
+    with pytest.raises(TunerSettingError, match="cases must be a sequence of names, got 'positive'"):
+        Autotuner(cases="positive")
