@@ -88,7 +88,7 @@ def with_sinks(out: Array, sums: LogSum, aux: Array | None) -> tuple[Array, LogS
 
 
 def sinks_gradient(sums: LogSum, delta: Array, aux: Array) -> Array:
-    """Gradient of the sinks; `delta` is the sum of output times its gradient a row, [batch, heads, q] like the sums."""
+    """Gradient of the sinks; `delta` is the sum of output times its gradient per row, [batch, heads, q]."""
     lse, rest = (x[:, :, None, :] for x in sums)
     weights = jnp.exp((aux.astype(lse.dtype)[None, :, :, None] - lse) - rest)
     return -jnp.sum(weights * delta[:, :, None, :], axis=(0, 3)).astype(aux.dtype)
@@ -105,7 +105,7 @@ def unlost(dout: Array, delta: Array, rest: Array) -> tuple[Array, Array]:
 
 
 def row_products(out: Array, dout: Array, dtype: Any) -> Array:
-    """The sum of output times its gradient a row, as [batch, heads, q]."""
+    """The sum of output times its gradient per row, as [batch, heads, q]."""
     return jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1).swapaxes(1, 2)
 
 

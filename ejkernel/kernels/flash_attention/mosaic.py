@@ -239,7 +239,7 @@ def _kernel(
 
         def masked(s, batch, row, col):
             cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            # Where row 0 of the strip sits, in columns of this block; the bounds are vectors, two registers a thread.
+            # Where row 0 of the strip sits, in columns of this block; the bounds are vectors, two registers per thread.
             rows = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_ROWS) + (row - col)
 
             def bound(offset):

@@ -1,7 +1,7 @@
 """Where dQ is summed up: float32 in global memory, to which every block of keys adds its part.
 
 Two ways. `bulk`: the part goes to shared memory and the copy engine adds it. `registers`: vector reductions straight
-from registers, which need no shared memory and no barriers, but want 16 bytes a thread side by side; so the buffer
+from registers, which need no shared memory and no barriers, but want 16 bytes per thread side by side; so the buffer
 keeps the order the matrix units leave in registers, and a small second kernel brings dQ into its real layout, scales
 and rounds it. Which is faster depends on the head dim: `docs/hopper.md`.
 """

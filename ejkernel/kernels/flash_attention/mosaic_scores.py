@@ -73,7 +73,7 @@ class Scores:
     def _masked(self, s: jax.Array, batch: Any, col: Any, row: Any) -> jax.Array:
         columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         rows = plgpu.broadcasted_iota(jnp.int32, s.shape[:1], 0, layout=_VECTORS[0])
-        # Bounds of the columns are vectors along the rows, two registers a thread: a matrix of differences is not.
+        # Bounds of the columns are vectors along the rows, two registers per thread: a matrix of differences is not.
         rows = rows + (col - row if self.query_axis else row - col)
         for offset, is_upper in ((self.band.upper, True), (self.band.lower, False)):
             if offset is not None:

@@ -36,7 +36,7 @@ class AutotunePolicy:
       stale: What to do with a stored config whose kernel or toolchain has changed since: use it, tune again, or
         ignore it. By default what `EJKERNEL_STALE` says, or use it.
       agree: Whether the processes of one program choose together; False leaves each to itself.
-      agree_s: How long to wait for a process that measures, in seconds; who waits in vain has all take the guess.
+      agree_s: How long to wait for a process that measures, in seconds; after that, all processes take the guess.
       sharded: Whether the candidates of a call are spread over the processes when all of them tune it.
     """
 

@@ -94,7 +94,7 @@ def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
 
 
 class _Flights:
-    """One lock a key, so that threads that miss the same call measure it once."""
+    """One lock per key, so that threads that miss the same call measure it once."""
 
     def __init__(self) -> None:
         self._locks: dict[Any, threading.RLock] = {}

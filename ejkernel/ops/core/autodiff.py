@@ -18,7 +18,7 @@ from ejkernel.ops.utils import arguments
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Backward = Callable[[Any, Any, Args, Kwargs], Sequence[Any]]
-"""(residuals, cotangent of the output, args, kwargs) -> one gradient a positional argument."""
+"""(residuals, cotangent of the output, args, kwargs) -> one gradient per positional argument."""
 
 
 class GradientError(EjkernelError, TypeError):
@@ -107,7 +107,7 @@ def _refuse_keyword_gradients(owner: str, kwargs: Kwargs, kw_arrays: list[Any]) 
         if x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact):
             raise GradientError(
                 f"{owner}: keyword argument {name} is differentiated, but the kernel's own backward gives one gradient "
-                "a positional argument. Pass it by position, or wrap it in jax.lax.stop_gradient."
+                "per positional argument. Pass it by position, or wrap it in jax.lax.stop_gradient."
             )
 
 
@@ -124,7 +124,8 @@ def _fit(owner: str, grads: Sequence[Any], args: Args) -> list[Any]:
     if not isinstance(grads, (tuple, list)) or len(grads) != len(args):
         got = f"{len(grads)} of them" if isinstance(grads, (tuple, list)) else f"a {type(grads).__name__}"
         raise GradientError(
-            f"{owner}: the backward must return a tuple of {len(args)} gradients, one a positional argument, got {got}."
+            f"{owner}: the backward must return a tuple of {len(args)} gradients, one per positional argument, "
+            f"got {got}."
         )
     fitted = []
     for position, (grad, arg) in enumerate(zip(grads, args, strict=True)):

@@ -84,7 +84,7 @@ class BatchedKernel(Kernel[Any, Any]):
         return replace(inv, kernel=self, args=args, kwargs=kwargs, batch_axes=self._batch_axes(statics))
 
     def _batch_axes(self, statics: arguments.Statics) -> Any:
-        """As in `jax.vmap`, one entry an argument; of several `jax.vmap`, a tuple of these, innermost first."""
+        """As in `jax.vmap`, one entry per argument; of several `jax.vmap`, a tuple of these, innermost first."""
         levels = self._levels(statics)
         return levels[0] if len(levels) == 1 else levels
 

@@ -47,7 +47,8 @@ def vmap_with_config(
     Args:
       executor: Which executor runs the kernel; or the kernel.
       kernel: What to run.
-      in_axes: As in `jax.vmap`: an int, None, a tuple or list with one entry a positional argument, nested for pytrees.
+      in_axes: As in `jax.vmap`: an int, None, or a tuple or list with one entry per positional argument, nested for
+        pytrees.
       out_axes: As in `jax.vmap`.
       axis_name: For collectives inside of the kernel.
       axis_size: Of the batch, where no argument shows it.
@@ -159,7 +160,7 @@ class _Pmapped:
         """The axis of each leaf of the arguments; keyword arguments have none."""
         if isinstance(self._in_axes, tuple) and len(self._in_axes) != len(args):
             raise BatchArgumentError(
-                f"{self._name}: pmap_with_config's in_axes must have one entry a positional argument, got "
+                f"{self._name}: pmap_with_config's in_axes must have one entry per positional argument, got "
                 f"{len(self._in_axes)} entries, {self._in_axes!r}, for {len(args)} arguments."
             )
         axes: list[int | None] = []

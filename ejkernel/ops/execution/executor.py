@@ -142,7 +142,7 @@ class Executor:
     def __call__(self, kernel: Kernel[Cfg, Out], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Runs `kernel` on the arguments, with `cfg` or with the config that the chooser gives.
 
-        With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry a positional argument, and
+        With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry per positional argument, and
         `out_specs=` is for the output; keyword arguments are whole on every device. The config is chosen for a shard.
         """
         if kwargs and not _SHARDING.isdisjoint(kwargs) and _asks_to_shard(kernel, kwargs):
@@ -428,7 +428,7 @@ _default_lock = threading.Lock()
 
 
 def default_executor() -> Executor:
-    """The executor behind `kernel(...)` and `ejkernel.modules`: one a process, made at first use."""
+    """The executor behind `kernel(...)` and `ejkernel.modules`; one per process, made at first use."""
     global _default
     if _default is None:
         with _default_lock:

@@ -20,7 +20,7 @@ class ShardingArgumentError(EjkernelError, ValueError):
 
 
 def shard_mapped(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` of `fn`, for arguments that may be sharded in any way; `in_specs` has one entry an argument."""
+    """`jax.shard_map` of `fn`, for arguments that may be sharded in any way; `in_specs` has one entry per argument."""
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     if AxisType.Explicit not in mesh.axis_types:
         return mapped

@@ -92,7 +92,7 @@ def autotune_recorded(
       executor: Any `concurrent.futures.Executor`, to measure each call on one of its workers instead of here.
 
     Returns:
-      A result with one entry a call; a call that could not be tuned is in `unmatched`, with the reason.
+      A result with one entry per call; a call that could not be tuned is in `unmatched`, with the reason.
     """
     if isinstance(invocations, ConfigSelectorChain):
         invocations, selector = (selector, invocations)

@@ -54,7 +54,7 @@ def autotune_lowered(
       executor: Any `concurrent.futures.Executor`, to measure each call on one of its workers instead of here.
 
     Returns:
-      A result with an entry a call. What could not be tuned is in `unmatched` with the reason, and warned about.
+      A result with one entry per call. What could not be tuned is in `unmatched` with the reason, and warned about.
     """
     if not isinstance(selector, ConfigSelectorChain):
         raise ProgramError(

@@ -1,4 +1,4 @@
-"""Files of the store: one an entry, written beside and renamed, so that a reader sees a whole file or none.
+"""Files of the store: one per entry, written beside and renamed, so that a reader sees a whole file or none.
 
 <root>/<device>/<op>/<call key>.json            the entry
 <root>/<device>/<op>/<call key>.trials.jsonl    what was tried on the way there

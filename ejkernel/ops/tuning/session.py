@@ -273,9 +273,9 @@ class Session:
                 self._adopt(result)
                 return
             self._reject(result.winner, rejected)
-            contestants.update(self._heirs(result.winner))
+            contestants.update(self._others_with_its_program(result.winner))
 
-    def _heirs(self, number: int) -> list[int]:
+    def _others_with_its_program(self, number: int) -> list[int]:
         """Of those that share the program of a candidate with a wrong gradient, one whose gradient is right."""
         waiting = self._roster.release(number)
         while waiting and not self._over and (rejected := self._prove_gradient(waiting[0])) is not None:

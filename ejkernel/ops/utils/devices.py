@@ -16,7 +16,7 @@ class Device(NamedTuple):
     cache_bytes: int = 0
     """The last-level cache."""
     flops: float = 0.0
-    """Dense 16-bit operations a second."""
+    """Dense 16-bit operations per second."""
     bytes_per_s: float = 0.0
     """Of the main memory."""
 

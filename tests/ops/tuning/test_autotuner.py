@@ -330,7 +330,7 @@ def test_forward_is_tuned_where_nobody_knows_the_right_gradient(base):
     assert QUIET.tune(call(base(), X), base()).cfg == Work(FAST)
 
 
-def test_heirs_are_not_heard_when_the_time_is_over():
+def test_others_with_the_same_program_are_not_tried_when_the_time_is_over():
     proved = []
 
     class Slow(WithCustomVjp):
@@ -369,7 +369,7 @@ def test_interrupted_tuning_replaces_what_may_not_serve(store, stale):
     assert renewed.provenance["jax"] == jax.__version__
 
 
-def test_configs_with_the_forward_of_one_whose_gradient_is_wrong_are_heard():
+def test_configs_with_the_forward_of_one_whose_gradient_is_wrong_are_tried():
     class Tiled(WithCustomVjp):
         def custom_vjp(self, primals, cfg, kwargs, cotangents):
             if cfg.loops == FAST and cfg.tag != 3:
