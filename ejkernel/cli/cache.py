@@ -1,4 +1,4 @@
-"""`ejkernel cache`: looking at, sharing and keeping the store of tuned configs."""
+"""`ejkernel cache`: inspecting, sharing and cleaning the store of tuned configs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Sources = Annotated[list[str], typer.Argument(help="Packs (files or URLs) or dir
 
 
 class Keep(enum.StrEnum):
-    """Whose entry stays where both sides have one."""
+    """Which entry stays if both sides have one."""
 
     better = "better"
     mine = "mine"
@@ -167,7 +167,7 @@ def merge(
     no_trials: NoTrials = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a pack of the best-founded entries of several packs or stores; exit code 1 if they have none."""
+    """Merge several packs or stores into one pack, the best entry per key; exit code 1 if they have none."""
     check_file("TARGET", target)
     with working("reading"):
         merged = merging.merge(layers.entries_of(source) for source in sources)
@@ -209,7 +209,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what crashed writers left, and locks of long ago."""
+    """Remove files that crashed writers left, and old locks."""
     gone = upkeep.prune(open_store(store).path, older_than_days=older_than, broken=broken, dry_run=dry_run)
     if as_json:
         print_json([str(p) for p in gone])
@@ -265,7 +265,7 @@ def _print_entry(entry: StoredEntry, trials: int) -> None:
 
 
 def _fate(c: dict[str, Any]) -> tuple[str, ...]:
-    """One candidate: what is special about its config, its time, and what became of it."""
+    """One candidate: what is special about its config, its time, and its result."""
     first = (c["reason"].splitlines() or [""])[0]
     fate = f"{c['status']}: {first}" if first else c["status"]
     samples = "-" if c["n"] is None else str(c["n"])

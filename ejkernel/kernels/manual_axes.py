@@ -1,4 +1,4 @@
-"""Inside `jax.shard_map`: values that meet in a loop or a kernel must vary over the same mesh axes."""
+"""Inside `jax.shard_map`: values that are combined in a loop or a kernel must vary over the same mesh axes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vary(x: Array, axes: Axes) -> Array:
 
 
 def pallas_call(kernel: Callable[..., None], out_shape: Any, **options: Any) -> Callable[..., Any]:
-    """`pl.pallas_call` that can also be called inside of `jax.shard_map`: results vary like the arguments."""
+    """`pl.pallas_call` that can also be called inside `jax.shard_map`: results vary like the arguments."""
 
     def run(*arrays: Array) -> Any:
         axes = axes_of(arrays)

@@ -32,8 +32,8 @@ class MosaicFwdConfig:
         tile overlap the epilogue of this one; `grid` launches one block per tile.
       head_group: Heads whose tiles are handed out together, longest first. 0 picks as many as keep their K and V
         in half of the L2 cache.
-      ping_pong: Whether warpgroups take turns at the matrix units, so that one's softmax runs under another's products.
-      share_qo: Whether the output leaves through the memory of Q, which makes room for larger tiles but holds up the
+      ping_pong: Whether warpgroups take turns at the matrix units, so that one's softmax overlaps another's products.
+      share_qo: Whether the output is stored through the memory of Q, which makes room for larger tiles but delays the
         next tile's Q until the store has read it.
       cluster: Blocks, of neighbouring tiles, that load K and V together.
     """
@@ -66,7 +66,7 @@ class MosaicFwdConfig:
         return q_and_o + rings + 2 * self.block_q * 4 + BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
-        """Registers a consumer thread holds at its widest point: scores, weights, output, and some 24 for the rest."""
+        """The most registers that a consumer thread holds: scores, weights, output, and some 24 for the rest."""
         scores, weights, output = self.block_kv // 2, self.block_kv // 4, head_dim // 2
         return scores + weights + output + 24
 
@@ -91,8 +91,8 @@ def is_full(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bo
 def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
     """Yields the forward configs that fit the chip at `head_dim`.
 
-    A plain grid lost wherever it was measured, and clusters wherever a mask makes their blocks unequal: where they
-    won, `default_forward` has them.
+    A plain grid was slower wherever it was measured, and clusters wherever a mask makes their blocks unequal. Where
+    clusters were faster, `default_forward` uses them.
     """
     axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False))
     for consumers, block_kv, stages, share_qo, ping_pong in axes:
@@ -110,7 +110,7 @@ def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
 
 
 def default_forward(head_dim: int, *, full: bool = False) -> MosaicFwdConfig:
-    """Returns the config to use untuned; `full` is what `is_full` says of the call."""
+    """Returns the config of an untuned call; `full` is what `is_full` says of the call."""
     if head_dim <= 64:
         return MosaicFwdConfig(consumers=3, block_kv=128, stages=3)
     if head_dim <= 128:
@@ -129,9 +129,10 @@ class MosaicBwdConfig:
       stages: Tiles of Q and dO in flight.
       schedule: As in the forward config.
       head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache.
-      dq: How dQ is added up in memory: by the copy engine from shared memory (`bulk`), or from `registers`; or whether
-        a second `kernel` computes it, which makes two products more but adds nothing up, always in the same order.
-      dq_block_kv: Keys in one step of that second kernel, which has 64 queries a consumer.
+      dq: How dQ is added up in memory: by the copy engine from shared memory (`bulk`), or from `registers`; or by a
+        second `kernel`, which computes two more products but adds nothing up in memory, so that the result is always
+        the same.
+      dq_block_kv: Keys in one step of that second kernel, which has 64 queries per consumer.
       dq_k_stages: Tiles of K it has in flight.
       dq_v_stages: Tiles of V it has in flight; one is enough, V is done with early in a step.
       dq_cluster: Blocks of it that load K and V together.
@@ -181,7 +182,7 @@ class MosaicBwdConfig:
         return rows * head_dim * 2 + BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
-        """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient or dQ, the rest."""
+        """The most registers that a consumer thread holds: dK, dV, scores and their gradient or dQ, the rest."""
         if self.split == "columns":
             return (head_dim + self.block_q) // self.consumers + 24
         return head_dim + self.block_q + 24
@@ -233,7 +234,7 @@ def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
 
 
 def default_backward(head_dim: int, *, full: bool = False) -> MosaicBwdConfig:
-    """Returns the config to use untuned; `full` is what `is_full` says of the call."""
+    """Returns the config of an untuned call; `full` is what `is_full` says of the call."""
     if head_dim <= 64:
         return MosaicBwdConfig(block_q=128, dq="registers")
     if head_dim <= 128:

@@ -1,4 +1,4 @@
-"""RMSNorm for NVIDIA GPUs from Ampere on, in Pallas' Triton dialect: each row is read once, forward and backward."""
+"""RMSNorm for NVIDIA GPUs, Ampere or newer, in Pallas' Triton dialect: each row is read once, forward and backward."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
 
 
 def forward_space(inv: Invocation[Any, Any]) -> list[RowParams]:
-    """Some 32 elements per thread first, then less and more."""
+    """About 32 elements per thread first, then fewer and more."""
     return _space(inv.args[0].shape[-1], 1)
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[RowParams]:
-    """As of the forward; a block holds two arrays."""
+    """As for the forward, but a block holds two arrays."""
     return _space(inv.args[0].shape[-1], 2)
 
 
@@ -46,7 +46,7 @@ def _space(columns: int, arrays: int) -> list[RowParams]:
 
 
 class _Block:
-    """The rows of one step of a program; what lies outside of the array is masked."""
+    """The rows of one step of a program; rows outside the array are masked."""
 
     def __init__(self, step: Any, rows: int, shape: tuple[int, int]) -> None:
         row, column = step * rows + jnp.arange(rows), jnp.arange(pl.next_power_of_2(shape[1]))
@@ -84,7 +84,7 @@ def forward(
         block = _Block(pl.program_id(0), params.rows, shape)
         total = block.load(refs["x"])
         if "residual" in refs:
-            # Rounded as it is stored, because that is what the backward reads.
+            # Rounded as it is stored, because the backward reads the stored value.
             total = (total + block.load(refs["residual"])).astype(x.dtype).astype(jnp.float32)
             block.store(refs["total"], total)
         rstd = jax.lax.rsqrt(jnp.sum(total * total, axis=1, keepdims=True) / shape[1] + epsilon)
@@ -137,7 +137,7 @@ def backward(
 def _call(
     kernel: Any, shape: tuple[int, int], arrays: Any, types: Any, programs: int, params: RowParams, interpret: bool
 ) -> dict[str, Array]:
-    """Runs a kernel on the arrays that there are, their rows flattened; it gets all references by name."""
+    """Runs a kernel on the arrays that are given, with rows flattened; it gets all references by name."""
     flat = {name: x if x.ndim == 1 and name == "scale" else x.reshape(shape[:1] if name == "rstd" else shape)
             for name, x in arrays.items() if x is not None}  # fmt: skip
     options = plgpu.CompilerParams(num_warps=params.num_warps, num_stages=1)

@@ -1,4 +1,4 @@
-"""A bench in a process of its own, so that a candidate that crashes, hangs or eats all memory harms nobody else."""
+"""A bench in a separate process, so that a candidate that crashes, hangs or uses too much memory does no harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ejkernel.ops.utils import arguments
 
 
 class IsolatedBenchError(EjkernelError, RuntimeError):
-    """A problem could not be set up in a worker: no candidate is to blame."""
+    """A problem could not be set up in a worker; this is not a candidate's fault."""
 
 
 # --- In the worker ---
@@ -51,7 +51,7 @@ def _timer() -> tuple[str, bool]:
 
 
 class IsolatedTimer:
-    """What is known here of the worker's timer."""
+    """The name and kind of the worker's timer."""
 
     def __init__(self, name: str, device_time: bool) -> None:
         self.name = name
@@ -59,13 +59,13 @@ class IsolatedTimer:
 
 
 class IsolatedBench:
-    """The interface of `Bench`. A job that breaks a limit costs its limit and the worker, whose place a new one takes.
+    """The interface of `Bench`. A job that exceeds a limit is killed with its worker, and a new worker is started.
 
-    Whatever a candidate needs of an earlier worker is done again before the candidate is asked for anything.
+    What an earlier worker did for a candidate is done again before the candidate is used.
 
     Args:
       kernel: Must be importable and picklable.
-      inv: The call, whose data travels along.
+      inv: The call; its data is sent to the worker.
       options: For `Bench`.
       compile_s: Limit of compiling one candidate.
       run_s: Limit of running one candidate once.
@@ -88,7 +88,7 @@ class IsolatedBench:
                 f"{owner.__name__} is defined in the script that runs, where a worker process cannot import it. Move "
                 'it into a module, or tune with isolation="thread".'
             )
-        # What other processes hold cannot travel; the worker makes it up.
+        # Data of other processes cannot be sent; the worker generates it.
         sent = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if arguments.has_no_data(x) else x
         args, kwargs = jax.tree.map(sent, (inv.args, dict(inv.kwargs)))
         inv = replace(inv, args=args, kwargs=kwargs, metadata=dict(inv.metadata))
@@ -101,7 +101,7 @@ class IsolatedBench:
         self._took_s: dict[int, float] = {}
         self._timer: IsolatedTimer | None = None
         self._wall = False
-        # What the present worker knows:
+        # The state of the present worker:
         self._built: set[int] = set()
         self._proved: set[int] = set()
         self._has_truth = False
@@ -115,10 +115,10 @@ class IsolatedBench:
         return self._timer
 
     def build(self, candidates: Sequence[tuple[int, Any]]) -> list[Built | Rejected]:
-        """Compiles all of them in one job, or, if that job breaks, each in a job of its own."""
+        """Compiles all of them in one job, or, if that job breaks, each in a separate job."""
         waves = math.ceil(len(candidates) / (os.cpu_count() or 1))
         try:
-            # The worker gives up a candidate at the same limit; only one that stops the whole worker meets this one.
+            # The worker stops a candidate at the same limit; this one is reached only if the whole worker hangs.
             results = self._ask("build", list(candidates), limit_s=self._compile_s * waves + 1)
         except JobError as error:
             if len(candidates) == 1:
@@ -129,7 +129,7 @@ class IsolatedBench:
                 self._cfgs[number] = cfg
                 self._built.add(number)
         if any(isinstance(result, Rejected) and result.limit is not None for result in results):
-            self._lose_worker()  # A compiler that goes on in there would be timed with the others.
+            self._lose_worker()  # A compiler that is still running there would disturb the timing.
         return results
 
     def set_truth(self, number: int | None) -> None:
@@ -169,12 +169,12 @@ class IsolatedBench:
             return self._rejected(error, "compile_s", "gradient: ")
 
     def measure(self, order: Sequence[int]) -> dict[int, float | Rejected]:
-        """As in `Bench`; if a round breaks the worker, each candidate is measured in a job of its own."""
+        """As in `Bench`; if a round breaks the worker, each candidate is measured in a separate job."""
         samples: dict[int, float | Rejected] = {**self._revive(order)}
         left = [number for number in order if number not in samples]
         if not left:
             return samples
-        # Checked ones have run within the limit: a whole round takes about as long as they took then.
+        # Checked candidates have run within the limit, so a whole round takes about the sum of those times.
         limit_s = self._run_s + 4 * sum(self._took_s[number] for number in left)
         try:
             return samples | self._ask("measure", left, limit_s=limit_s)
@@ -196,7 +196,7 @@ class IsolatedBench:
         self._timer = IsolatedTimer("wall", device_time=False)
 
     def forget(self, number: int) -> None:
-        """Frees what a candidate that is out of the race holds."""
+        """Frees the memory of a candidate that has left the race."""
         self._cfgs.pop(number, None)
         if number in self._built:
             self._ask("forget", number, limit_s=self._run_s)
@@ -221,7 +221,7 @@ class IsolatedBench:
                 self._lose_worker()
 
     def _open(self) -> None:
-        # Making the data may compile something too.
+        # Generating the data may compile something too.
         try:
             name, device_time = self._worker.run(_open, *self._call, limit_s=self._compile_s + self._run_s)
         except JobError as error:
@@ -234,7 +234,7 @@ class IsolatedBench:
             self.use_wall_clock()
 
     def _lose_worker(self) -> None:
-        """The next one knows nothing yet."""
+        """Resets the state: the next worker has nothing prepared."""
         self._worker.close()
         self._built.clear()
         self._proved.clear()
@@ -250,9 +250,9 @@ class IsolatedBench:
         self._has_truth = True
 
     def _revive(self, numbers: Sequence[int]) -> dict[int, Rejected]:
-        """Makes these ready to be measured; those that broke on the way, with reasons."""
+        """Prepares these for measuring; returns those that failed, with reasons."""
         broken: dict[int, Rejected] = {}
-        # Whoever breaks the worker takes the others along, so look again until all are ready or broken.
+        # A candidate that breaks the worker undoes the others, so repeat until all are ready or have failed.
         while lost := [n for n in numbers if n not in broken and n not in self._proved]:
             unbuilt = [n for n in lost if n not in self._built]
             if unbuilt:

@@ -1,4 +1,4 @@
-"""Shortfall: where a tuning did not do what its caller may think it did."""
+"""Shortfall: where a tuning did not do what its caller may expect."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PLACE = re.compile(r"\(\S+:\d+\)")
 
 
 class TuningWarning(UserWarning):
-    """A tuning did not do what its caller may think it did."""
+    """A tuning did not do what its caller may expect."""
 
 
 def warn(tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, stacklevel: int) -> None:
-    """Warns whoever asked for a tuning if its outcome is not what one thinks."""
+    """Warns the caller of a tuning if its result may not be what they expect."""
     if (text := tuning.shortfall(source_line(inv, kernel))) is not None:
         warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=stacklevel + 1)
 
 
 def shortfall(tuning: Any, place: str) -> str | None:
-    """What to tell of a `Tuning`, in lines; None if it did what one thinks. `place` is where the kernel is written."""
+    """The warning about a `Tuning`, in lines; None if there is none. `place` is the kernel's file and line."""
     guess = next((c for c in tuning.candidates if c.guess), None)
     others = [c for c in tuning.candidates if c is not guess and c.status != "duplicate"]
     told: list[str] = []
@@ -48,7 +48,7 @@ _OUT = ("failed", "wrong")
 
 
 def grouped(candidates: Iterable[Any]) -> Iterator[str]:
-    """Why candidates are out, most frequent reason first: reasons that differ in numbers only are told once."""
+    """Why candidates were rejected, most frequent reason first; reasons that differ only in numbers are shown once."""
     groups: dict[Any, list[Any]] = {}
     for c in candidates:
         if c.status in _OUT:

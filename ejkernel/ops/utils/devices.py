@@ -1,4 +1,4 @@
-"""Devices: what is known of hardware and JAX does not tell, from the makers' data sheets."""
+"""Devices: facts about hardware that JAX does not report, from the makers' data sheets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """One kind of device; 0 is what nobody here has needed yet."""
+    """One kind of device; 0 means that the value was not needed yet."""
 
     sms: int = 0
     """Streaming multiprocessors."""
@@ -43,7 +43,7 @@ LEAST_BLOCK_BYTES = min(device.block_bytes for device in DEVICES.values() if dev
 
 
 def find(name: str) -> Device:
-    """What is known of a device, by its `device_kind` or its fingerprint."""
+    """The facts about a device, by its `device_kind` or its fingerprint."""
     words = _words(name)
     return next((device for known, device in DEVICES.items() if _words(known) <= words), Device())
 

@@ -1,7 +1,7 @@
-"""Services: what lower rooms ask of higher ones, as functions that `ejkernel.ops.wiring` fills in.
+"""Services: functions of higher packages that lower ones need; `ejkernel.ops.wiring` fills them in.
 
-Imports point one way, from higher rooms to lower ones. Where a kernel must run itself, or a selector must measure, the
-function that does it stands here.
+Imports point one way, from higher packages to lower ones. If a kernel must run itself, or a selector must measure, it
+calls a function from here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Services:
-    """One function per question. They are there as soon as `ejkernel.ops` is imported."""
+    """One attribute per function. They are set as soon as `ejkernel.ops` is imported."""
 
     call: Callable[..., Any]
     """`call(kernel, *args, **kwargs)` runs a kernel through the default executor."""
