@@ -28,7 +28,7 @@ from ejkernel.ops.store.merging import Difference
 from ejkernel.ops.tuning.standings import time_text
 from ejkernel.report.summary import keywords_of, summarise
 
-app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, share and clean the store of tuned configs.")
 
 Source = Annotated[str, typer.Argument(help="A pack (file or URL) or the directory of a store.")]
 Sources = Annotated[list[str], typer.Argument(help="Packs (files or URLs) or directories of stores.")]
@@ -144,7 +144,7 @@ def export(
 def import_(
     sources: Sources,
     store: Store = None,
-    keep: Annotated[Keep, typer.Option(help="Whose entry stays where both have one.")] = Keep.better,
+    keep: Annotated[Keep, typer.Option(help="Which entry stays if both have one.")] = Keep.better,
     as_json: AsJson = False,
 ) -> None:
     """Copy entries of packs into the store."""
@@ -204,9 +204,9 @@ def prune(
         float | None, typer.Option(min=0, help="Also entries measured more than this many days ago.")
     ] = None,
     broken: Annotated[
-        bool, typer.Option("--broken", help="Also entries that cannot be read, or were set aside for that.")
+        bool, typer.Option("--broken", help="Also entries that cannot be read, or were renamed because of that.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove files that crashed writers left, and old locks."""

@@ -132,7 +132,7 @@ def _stopped(calls: int, rows: list[Row]) -> str:
     if len(rows) < calls:
         return f"stopped: {calls - len(rows)} of {counted(calls, 'call')} not reached."
     is_open = any(not row["complete"] and not row["error"] for row in rows)
-    return "stopped in the last call; the same command goes on with it." if is_open else "stopped after the last call."
+    return "stopped in the last call; the same command resumes it." if is_open else "stopped after the last call."
 
 
 def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list[Row]:

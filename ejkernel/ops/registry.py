@@ -23,7 +23,7 @@ SMALL_INTEGERS = 65536
 """Integer arrays up to this many elements are kept for kernels with `record_integers`."""
 
 MAX_TRACED = 4096
-"""How many traced calls are remembered, the latest ones; what was recorded on request is always kept."""
+"""How many of the latest traced calls are remembered; calls that were recorded on request are always kept."""
 
 Key = tuple[str, str, str]
 Recorded = tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]

@@ -124,7 +124,7 @@ class MosaicBwdConfig:
 
     Attributes:
       consumers: Warpgroups that compute.
-      split: What the consumers share out: `keys` of a tile, 64 each, or `columns` of dK and dV of 64 keys.
+      split: How the consumers divide a tile: `keys`, 64 each, or `columns` of dK and dV of 64 keys.
       block_q: Queries in one step: 64, or 64 per consumer.
       stages: Tiles of Q and dO in flight.
       schedule: As in the forward config.
@@ -198,9 +198,9 @@ class MosaicBwdConfig:
         if self.block_q not in (WGMMA_ROWS, self.consumers * WGMMA_ROWS):
             return f"block_q must be 64 or {self.consumers * WGMMA_ROWS}, got {self.block_q}"
         if self.block_q == WGMMA_ROWS and head_dim % (self.consumers * 64):
-            return f"{self.consumers} consumers cannot share out a dQ of 64 rows and {head_dim} columns"
+            return f"{self.consumers} consumers cannot divide a dQ of 64 rows and {head_dim} columns"
         if self.split == "columns" and (self.block_q != WGMMA_ROWS or self.consumers != 2):
-            return "a split by columns wants 64 queries a step and two consumers"
+            return "a split by columns needs 64 queries per step and two consumers"
         if (self.split == "columns") != (self.dq == "kernel"):
             return f"a split by {self.split} cannot have its dQ from {self.dq}"
         if self.stages < 2:
@@ -212,7 +212,7 @@ class MosaicBwdConfig:
 
     def _dq_unfit(self, head_dim: int) -> str | None:
         if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64 or self.dq_cluster not in (1, 2):
-            return "the kernel for dQ wants two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
+            return "the kernel for dQ needs two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
         return unfit_block(self.dq_smem_bytes(head_dim), self.dq_live_registers(head_dim), self.consumers, " for dQ")
 
 

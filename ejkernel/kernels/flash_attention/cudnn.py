@@ -22,7 +22,7 @@ Array = jax.Array
 
 
 BACKWARD_LIMIT = 1 << 31
-"""Elements of an array from which on cuDNN's backward gives wrong gradients of query and key, without a word.
+"""Elements of an array from which on cuDNN's backward gives wrong gradients of query and key, without any error.
 
 Seen on an H200 with JAX 0.11.2, also through `jax.nn.dot_product_attention`: the last batches are off by 40 to 80 %.
 """
@@ -59,7 +59,7 @@ def _too_large(batch: Any, query: Any, key: Any) -> str | None:
     elements = batch * max(query.shape[1], key.shape[1]) * query.shape[2] * query.shape[3]
     if not isinstance(elements, int) or elements < BACKWARD_LIMIT:  # Symbolic: only the running program knows.
         return None
-    return f"cuDNN's backward is wrong from {BACKWARD_LIMIT:,} elements an array on, this call has {elements:,}"
+    return f"cuDNN's backward is wrong from {BACKWARD_LIMIT:,} elements per array on, this call has {elements:,}"
 
 
 def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:

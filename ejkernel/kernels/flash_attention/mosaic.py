@@ -340,8 +340,9 @@ def _kernel(
                     plgpu.barrier_arrive(k_free.at[slot])
                     p_new, m_new, l_new, alpha = softmax(scores, m, l, batch, row, (end - 1 - s) * block_kv, mask)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
-                    # Waiting for the turn here, and not just before the next products, also keeps ptxas from moving the
-                    # wait for the output product up into the softmax: it does not move it over a branch.
+                    # Waiting for the turn here, and not just before the next products, also keeps ptxas (CUDA 13.0)
+                    # from moving the wait for the output product up into the softmax: it does not move it over a
+                    # branch.
                     take_turn()
                     o_new = mma.result(o_acc)
                     plgpu.barrier_arrive(v_free.at[last_slot])

@@ -72,7 +72,8 @@ def consume(
                 held = meanwhile()
                 s = mma.result(s_acc, in_flight=1)
                 p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.batch, at.col, row)
-                # Waiting here also keeps ptxas from moving the wait for the product up, over the exponentials.
+                # Waiting here also keeps ptxas (CUDA 13.0) from moving the wait for the product up, over the
+                # exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])
                 p = scores.restored(p, at.batch, head, row)
                 store_columns(mem.p_smem.at[buffer], wg, p.astype(dtype), interpret=mma.interpret)

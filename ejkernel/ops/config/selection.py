@@ -279,7 +279,7 @@ class ConfigSelectorChain:
             return tier
         cls, wanted = type(tier.cfg), kernel.cfg_type
         if is_redefined(cls, wanted):
-            return Tier(tier.name, None, f"{wanted.__qualname__} was defined anew since")
+            return Tier(tier.name, None, f"{wanted.__qualname__} was defined again since")
         wanted = misfit(inv, kernel, tier.cfg)
         if wanted is None and stored_as and not is_renamed(stored_as, cls):
             wanted = qualified_name(cls)
@@ -327,11 +327,11 @@ class ConfigSelectorChain:
         if entry.kept_guess:
             return Tier("transferred", None, f"the guess was not beaten for {changes}")
         if kernel.collective and _compat.distributed_client() is not None:
-            return Tier("transferred", None, f"tuned for {changes}; one process alone cannot prove a collective kernel")
+            return Tier("transferred", None, f"tuned for {changes}; one process alone cannot check a collective kernel")
         with self._flights.of(("proof", *inv.key)) if now else nullcontext():
             found = services.prove(inv, kernel, entry.cfg, self.persistent, now=now)
         if found is None:
-            return Tier("transferred", entry.cfg, f"tuned for {changes}; proved at the first call")
+            return Tier("transferred", entry.cfg, f"tuned for {changes}; to be checked at the first call")
         if found.reason is not None:
             return Tier("transferred", None, f"tuned for {changes}, but {found.reason}")
         return Tier("transferred", entry.cfg, f"tuned for {changes}")

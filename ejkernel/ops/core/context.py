@@ -68,7 +68,7 @@ class _Seen:
         self.scope = scope
         self._hash = hash((scope.overlays, tuple(o for o in scope.overrides if o.selector is None)))
         self.wrong = False
-        """Whether it was shown to code that is in another one: whatever a cache has under it is never found."""
+        """Whether code of another scope has used it: cache entries under it are then never found."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not _Seen or self._hash != other._hash:
@@ -96,7 +96,7 @@ class _Block:
         self.overlay = overlay
         self.override = override
         self.thread: _Thread | None = thread
-        """Where it was entered; None once it is left."""
+        """The thread that entered it; None once it is left."""
 
 
 def _not_left(block: _Block | None) -> _Block | None:
@@ -112,7 +112,7 @@ class _Thread:
         self.open: set[_Block] = set()
         self.seen: _Seen | None = None
         self.shown: Any = self
-        """The innermost block, open or not, of the code whose scope JAX is shown."""
+        """The innermost block, open or not, of the code whose scope JAX has."""
         self._unshow: Any = None
 
     def scope(self) -> Scope:
@@ -153,7 +153,7 @@ class _Local(threading.local):
 _local = _Local()
 _block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("ejkernel_block", default=None)
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Selectors that have answered inside of a jitted function."""
+"""Selectors that have answered inside a jitted function."""
 _scope = jax.make_user_context(default_value=_Seen(_NOTHING))
 _generation = jax.make_user_context(default_value=0)
 _lock = threading.Lock()
@@ -223,7 +223,7 @@ def invalidate() -> None:
 
 
 MAX_SERVED = 65536
-"""How many calls a cache remembers to have answered, so that a process may live for long."""
+"""How many answered calls a cache remembers; bounded, because a process may live long."""
 
 
 class Served:

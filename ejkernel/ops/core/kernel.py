@@ -32,7 +32,7 @@ class _Tracing(threading.local):
 
 
 tracing = _Tracing()
-"""`active` while a kernel of this thread is being traced: what it notes on itself then is not a change to it."""
+"""`active` while a kernel of this thread is being traced: attributes that it sets then do not count as a change."""
 
 
 class KernelDefinitionError(EjkernelError, TypeError):
@@ -62,8 +62,8 @@ class Kernel(Generic[Cfg, Out]):
     """True for kernels that communicate over the axes of a mesh: their keys hold its size, and all processes tune them
     together."""
     leading_batch: bool = False
-    """True if `run` takes arrays with one more axis in front of each, and maps over it: it is then given a batch as it
-    is. For anything else write `run_batched(*args, cfg, in_axes, **kwargs)`."""
+    """True if `run` takes arrays with one more axis in front of each, and maps over it: it then gets a batch as it is.
+    For anything else write `run_batched(*args, cfg, in_axes, **kwargs)`."""
     record_integers: bool = False
     """True keeps small concrete integer arrays (group sizes, page tables) when calls are recorded."""
 

@@ -40,7 +40,7 @@ class Operation(Kernel[Cfg, Out]):
 
     backends: ClassVar[tuple[Backend, ...]] = ()
     source_modules: ClassVar[tuple[str, ...]] = ()
-    """Names of the modules whose code counts as the operation's own: those of its backends."""
+    """Names of the modules that are part of the operation's source hash: those of its backends."""
     workload_module: ClassVar[str | None] = None
     """Name of a module with `WORKLOADS`, the named calls of tests, benchmarks and packs."""
 

@@ -140,7 +140,8 @@ class _Pmapped:
         statics = arguments.Statics(treedef, given, tuple(itertools.compress(leaves, map(operator.not_, given))))
         key = arguments.static_key(self._name, statics)
         if key not in self._mapped:
-            # One array per argument: with trees, `jax.pmap` confuses axes and leaves if there are as many of both.
+            # One array per argument: with trees, `jax.pmap` confuses axes and leaves if there are as many of both (seen
+            # with JAX 0.10.2 and 0.12.0).
             run = lambda *arrays: self._merged(arrays, statics)
             in_axes = tuple(itertools.compress(axes, given))
             bounded(self._mapped, key, jax.pmap(run, in_axes=in_axes, **self._options))

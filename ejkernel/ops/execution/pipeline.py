@@ -61,7 +61,7 @@ class Attempt(NamedTuple):
     batch: Invocation[Any, Any] | None = None
     """The batch of calls that it was chosen for."""
     error: Exception | None = None
-    """Why it may not run, if it may not: it may yet turn out to be one of a batch, or dead."""
+    """Why it may not run, if so; it is not raised at once, because the call may be part of a batch, or dead code."""
 
 
 class Choice(NamedTuple):

@@ -33,7 +33,8 @@ class StaticFound(Exception):
 
 
 REFUSED = (StaticFound, TypeError, OverflowError)
-"""What comes of arguments that are not arrays: the first from us, the others from `jax.jit`; integers may be large."""
+"""Errors for arguments that are not arrays: the first is ours, the others come from `jax.jit`, also for large
+integers."""
 
 
 class Program:
@@ -103,7 +104,8 @@ class Program:
             self.staged(args, kwargs).lower().compile()
 
     def _new_optimistic(self, static_args: Any, static_kwargs: Any) -> Callable[..., Any]:
-        # JAX confuses a keyword argument with a parameter of the same name, so these names are unusual.
+        # `jax.jit` (seen with JAX 0.10.2 and 0.12.0) fails if a keyword has the name of `*args`, so these names are
+        # unusual.
         def call(*ejkernel_args: Any, **ejkernel_kwargs: Any) -> Any:
             if any(_looks_static(x) for x in jax.tree.leaves((ejkernel_args, ejkernel_kwargs))):
                 raise StaticFound

@@ -49,8 +49,8 @@ def unmeasured(tuning: Tuning, budget_s: float | None) -> str:
     if budget_s is None or tuning.seconds < budget_s:
         return "stopped before anything was measured"
     return (
-        f"stopped before anything was measured: its budget of {budget_s:g} s was over while candidates were still "
-        "compiled and proved. Give it a larger one"
+        f"stopped before anything was measured: its budget of {budget_s:g} s was used up while candidates were still "
+        "compiled and checked. Give it a larger one"
     )
 
 

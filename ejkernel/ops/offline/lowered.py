@@ -27,7 +27,7 @@ from ejkernel.ops.utils.services import services
 logger = logging.getLogger("ejkernel.tuning")
 
 ProgramLike = Any
-"""`jax.stages.Lowered` or `Compiled`, what holds one of these, the text of either, or a file with it."""
+"""`jax.stages.Lowered` or `Compiled`, an object that holds one, the text of either, or a file with it."""
 Specs = str | os.PathLike[str] | Iterable[specs.Spec] | None
 
 

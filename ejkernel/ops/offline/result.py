@@ -84,7 +84,7 @@ class AutotuningResult:
     device: str = field(default_factory=device_fingerprint)
     entries: tuple[Entry, ...] = ()
     unmatched: tuple[str, ...] = field(default=(), compare=False)
-    """What was asked for and could not be tuned, with reasons."""
+    """Calls that could not be tuned, with reasons."""
     _entered: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class Agreement:
     index: int
     count: int
     known: dict[str, Any] = field(default_factory=dict)
-    """What was agreed on, by place."""
+    """The agreed values by place."""
     tunings: dict[str, int] = field(default_factory=dict)
     """How often a call was tuned on demand, at least, by place."""
     _patience_s: float = field(default_factory=lambda: _MOMENT_S)
@@ -96,7 +96,7 @@ class Agreement:
 
 _PREFIX = "ejkernel/agreement/"
 _MOMENT_S, _SHORTEST_S = 1.0, 0.05
-"""How long a process that has nothing waits for one that may have something."""
+"""How long a process without a config waits for one that may have it."""
 
 _lock = threading.Lock()
 _current: Agreement | None = None

@@ -21,7 +21,7 @@ SOURCE_CHANGED = "kernel source changed"
 MAX_BYTES = 1 << 20
 
 Origin = Literal["tuned", "imported", "pack"]
-"""Whose measurement it is: the store's own, one that was copied into it, or a pack's."""
+"""Where the measurement comes from: the store itself, a copy into it, or a pack."""
 
 
 class EntryError(EjkernelError, ValueError):

@@ -330,8 +330,8 @@ class PersistentCache:
     def _warn_unwritable(self, error: OSError) -> None:
         self._tell_once(
             ("unwritable", None),
-            f"{self.path}: the store cannot be used there ({error.strerror or error}). This process goes on in memory. "
-            "Free space, fix its permissions, or point EJKERNEL_CACHE_DIR at a writable directory.",
+            f"{self.path}: the store cannot be used there ({error.strerror or error}). This process continues in "
+            "memory. Free space, fix its permissions, or point EJKERNEL_CACHE_DIR at a writable directory.",
         )
 
     def _tell_once(self, what: tuple[str, Any], text: str) -> None:

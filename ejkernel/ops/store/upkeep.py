@@ -84,7 +84,7 @@ def _verify_directory(store: StoreFiles) -> Iterator[Finding]:
             yield from _verify_entry(entry, str(path))
     for path in store.all_files():
         if _is_set_aside(path):
-            yield Finding(where=str(path), level="note", text="was unreadable and has been set aside.")
+            yield Finding(where=str(path), level="note", text="was unreadable and has been renamed.")
 
 
 def _verify_pack(source: str) -> Iterator[Finding]:

@@ -34,7 +34,7 @@ Fault = Literal["failed", "wrong"]
 _CALLBACK = re.compile(r"custom_call @\w*callback")
 
 _measuring = threading.Lock()
-"""Two tunings of one process take turns, round by round: side by side they would time each other."""
+"""Two tunings of one process take turns, round by round: in parallel they would disturb each other's times."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Rejected:
     outcome: Fault
     reason: str
     limit: tuple[str, float] | None = None
-    """The limit that it broke, by name: a wider one gives it another chance."""
+    """The name of the limit that it exceeded: with a wider limit it is tried again."""
 
 
 class Bench:

@@ -19,7 +19,7 @@ TOLERANCES = {
     "float16": 5e-3,
     "bfloat16": 2e-2,
 }
-"""Of the root mean square of the truth plus the element itself; narrower floats get `NARROW`."""
+"""Relative to the root mean square of the right answer plus the element itself; narrower floats get `NARROW`."""
 NARROW = 0.25
 REDUCED_FLOAT32 = 5e-3
 """For float32 on accelerators, whose matrix units round to fewer bits by default."""
@@ -95,7 +95,7 @@ def _leaf_mismatch(got: Any, want: Any, tolerance: Tolerance) -> str | None:
     limit = tolerance_for(got.dtype, tolerance)
     nans, worst = (float(x) for x in _compare(got, want))
     if nans:
-        return f"{nans:.0f} of {got.size} elements are NaN or infinite where the truth is not, or the reverse"
+        return f"{nans:.0f} of {got.size} elements are NaN or infinite where the right answer is not, or the reverse"
     return None if worst <= limit else f"error {worst:.1e} is above the tolerance {limit:.1e} of {got.dtype}"
 
 

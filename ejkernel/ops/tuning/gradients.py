@@ -25,7 +25,7 @@ logger = logging.getLogger("ejkernel.tuning")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Gradients = dict[str, Any]
-"""By the place of the argument: only floating-point arrays have one."""
+"""By the index of the argument: only floating-point arrays have one."""
 
 
 def prover(

@@ -18,7 +18,7 @@ from ejkernel.ops.utils.source import source_hash
 
 _COMPARABLE = ("jax", "jaxlib", "driver")
 _SPACE = ("config_space", "candidate_cfgs", "heuristic_cfg")
-"""Methods that say what to try, and change nothing about what was tried."""
+"""Methods that say what to try; a change to them does not affect earlier results."""
 
 
 @dataclass(frozen=True, kw_only=True)

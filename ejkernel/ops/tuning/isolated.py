@@ -227,7 +227,7 @@ class IsolatedBench:
         except JobError as error:
             self._worker.close()
             raise IsolatedBenchError(
-                f"{self._call[1].op_id}: cannot be tuned in a process of its own. {error}"
+                f"{self._call[1].op_id}: cannot be tuned in a separate process. {error}"
             ) from error
         self._timer = IsolatedTimer(name, device_time)
         if self._wall:
@@ -244,7 +244,9 @@ class IsolatedBench:
         if number is not None and number not in self._built:
             (built,) = self.build([(number, cfg)])
             if isinstance(built, Rejected):
-                raise IsolatedBenchError(f"{self._call[1].op_id}: what was taken as right runs no more: {built.reason}")
+                raise IsolatedBenchError(
+                    f"{self._call[1].op_id}: the reference candidate no longer runs: {built.reason}"
+                )
         limit_s = self._run_s if number is not None else self._compile_s + self._run_s
         self._ask("set_truth", number, limit_s=limit_s)
         self._has_truth = True

@@ -26,7 +26,7 @@ _MAX_NOISY = 1 << 24
 """Constants with more elements stay as they are: noise is made on the host."""
 
 UNDER_GRADIENT = "under grad: "
-"""What reasons begin with that concern a gradient, or what is kept for one."""
+"""The beginnings of reasons that concern a gradient, or its residuals."""
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -44,7 +44,7 @@ class Outline:
     space: Any
     guess: Any
     has_truth: bool = False
-    """Whether the problem knows its right answer; otherwise the guess's is taken."""
+    """Whether the right answer is known; otherwise the guess's output is used."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Problem:
     args: Args
     kwargs: Kwargs
     truth: Callable[[], Any] | None = None
-    """The right answer; None takes the guess's."""
+    """The right answer; if None, the guess's output is used."""
     mismatch: Callable[[Any, Any], str | None] = comparison.mismatch
     prove_gradient: Callable[[Any], str | None] | None = None
-    """Why a config is wrong under `jax.grad`, for kernels with a gradient of their own."""
+    """Why a config is wrong under `jax.grad`, for kernels with their own gradient."""
     reference: Callable[..., Any] | None = None
-    """What computes the truth from the arguments, if the kernel has such a function."""
+    """The function that computes the right answer from the arguments, if the kernel has one."""
 
 
 def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = None) -> Outline:
@@ -233,7 +233,7 @@ def materialise(owner: str, tree: Any, key: jax.Array) -> Any:
 
 def _refuse_integers(owner: str, tree: Any, *, backward: bool = False) -> None:
     # A backward is traced without its data, even if the call has data.
-    known = "compile it with the executor's `compile`" if backward else "call it once outside of jit and vmap"
+    known = "compile it with the executor's `compile`" if backward else "call it once outside jit and vmap"
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if arguments.has_no_data(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TuningInputsError(

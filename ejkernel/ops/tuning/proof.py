@@ -32,7 +32,7 @@ logger = logging.getLogger("ejkernel.tuning")
 
 _COMPILE_S = 120.0
 _SHARE = 8
-"""Made-up data may take one part in so many of the memory that is free: nobody has asked for a proof."""
+"""Generated data may use this fraction of the free memory, as its inverse: the user did not ask for the check."""
 _GUESS, _CFG = 0, 1
 
 
@@ -41,7 +41,7 @@ class Proof(NamedTuple):
 
     reason: str | None
     certain: bool = True
-    """Whether it would come out the same the next time: not if something was in the way."""
+    """Whether the result would be the same next time: not if the check could not be completed."""
 
 
 _proofs: weakref.WeakKeyDictionary[type, dict[Any, Proof]] = weakref.WeakKeyDictionary()
@@ -77,13 +77,13 @@ def prove(
 
 def _prove(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, guess: Any) -> Proof:
     if not _is_affordable(inv):
-        return Proof("its data would take too much memory to prove it", certain=False)
+        return Proof("its data would take too much memory to check it", certain=False)
     try:
         rejected = _differs_from_guess(from_call(inv, kernel, whole=True), cfg, guess)
         if rejected is not None and getattr(forward_of(kernel), "reference", None) is not None:
             rejected = _differs_from_reference(from_call(inv, kernel), cfg)
     except Exception as error:  # noqa: BLE001 - if the check cannot be made, the call gets the guess.
-        return Proof(f"it cannot be proved: {type(error).__name__}: {error}", certain=False)
+        return Proof(f"it cannot be checked: {type(error).__name__}: {error}", certain=False)
     return Proof(None) if rejected is None else _refused(rejected)
 
 

@@ -13,7 +13,7 @@ from ejkernel.ops.utils import arguments
 logger = logging.getLogger("ejkernel.tuning")
 
 MAX_EQUATIONS = 1000
-"""A Python loop in a reference is written out in a program, and compiling it takes longer than running its steps."""
+"""A Python loop in a reference is unrolled in a program, and compiling it takes longer than running its steps."""
 
 _IN_A_HURRY = {
     # Otherwise XLA tunes each product of the program, which takes longer than timing all candidates (JAX 0.11.2, H200).
@@ -40,5 +40,5 @@ def _as_one_program(fn: Callable[..., Any], tree: tuple[Any, ...]) -> Any:
     if len(equations) > MAX_EQUATIONS:
         raise ValueError(f"it has {len(equations)} operations")
     if any(device is not None for e in equations for device in e.params.get("devices", ())):
-        raise ValueError("it says on which device to run")
+        raise ValueError("it names the device to run on")
     return jax.block_until_ready(traced.lower().compile()(*arrays))

@@ -22,9 +22,9 @@ class Services:
     record: Callable[[Any], None]
     """`record(inv)` writes a call into the record file."""
     make_tuner: Callable[[Any], Any]
-    """`make_tuner(tuner)` is what measures for a selector that was given `tuner`, or None."""
+    """`make_tuner(tuner)` is the tuner of a selector that was given `tuner`, or None."""
     share_tuner: Callable[..., Any]
-    """`share_tuner(tuner, kernel, policy, agreement, place, claim)`: what it becomes when all processes measure."""
+    """`share_tuner(tuner, kernel, policy, agreement, place, claim)`: the tuner to use when all processes measure."""
     prove: Callable[..., Any]
     """`prove(inv, kernel, cfg, store, now=)`: whether a config of another call may serve `inv`; `reason` says why not.
 

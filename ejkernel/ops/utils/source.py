@@ -21,7 +21,7 @@ from typing import Any
 _FRAMEWORK = "ejkernel.ops."  # Its changes are visible in the version of ejkernel.
 
 _CURRENT = "2:"
-"""What hashes begin with. Those of the first definition begin with nothing, and did not see constants of modules."""
+"""What hashes begin with. Those of the first definition have no prefix, and do not cover constants of modules."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _Skip = tuple[str, ...]

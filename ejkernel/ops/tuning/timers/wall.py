@@ -10,10 +10,10 @@ import jax
 from ejkernel.ops.tuning.timers.base import Call, repeat
 
 _LONG_S = 4e-3
-"""A scheduler's time slice: longer calls share their core anyway, and one is a sample."""
+"""A scheduler's time slice: longer calls share their core anyway, so one call is a sample."""
 
 _LOST_S = 0.2
-"""A process loses its core for less: the scheduler's slices are short, and quotas of containers count per 0.1 s."""
+"""A process loses its core for a shorter time: time slices are short, and quotas of containers count per 0.1 s."""
 
 
 class WallClock:

@@ -1,4 +1,4 @@
-"""Thread: runs code outside of whatever the caller is tracing.
+"""Thread: runs code outside whatever the caller is tracing.
 
 JAX keeps traces, meshes and axis names per thread. In a new one none of them exists, so code runs as if called at top
 level, from inside jit, vmap, grad, scan, remat, custom_vjp, shard_map and pmap alike. Options set with `with` are per
