@@ -260,7 +260,7 @@ def _print_entry(entry: StoredEntry, trials: int) -> None:
     print_table(["WHAT", "VALUE"], [row for row in rows if row[1]])
     if call["candidates"]:
         print()
-        headers = [*(name.upper() or "CONFIG" for name in call["fields"]), "TIME", "SAMPLES", "FATE"]
+        headers = [*(name.upper() or "CONFIG" for name in call["fields"]), "TIME", "SAMPLES", "RESULT"]
         print_table(headers, [_fate(c) for c in call["candidates"]])
 
 
