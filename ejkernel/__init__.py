@@ -1,3 +1,3 @@
-"""JAX operations that find, prove and remember their fastest configuration."""
+"""JAX operations that find, check and store their fastest configuration."""
 
 __version__ = "0.1.0"

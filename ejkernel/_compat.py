@@ -55,9 +55,9 @@ def without_consts(jaxpr: Any) -> tuple[list[Any], Any]:
 
 
 def def_as_jit(primitive: Any, fn: Callable[..., Any]) -> None:
-    """Has `jax.checkpoint`, `checkify` and `jet` take a primitive for the jitted function that `fn(**params)` gives.
+    """Makes `jax.checkpoint`, `checkify` and `jet` treat a primitive as the jitted function that `fn(**params)` gives.
 
-    `jax.checkpoint` leaves its equation whole if nothing inside of it is to be saved.
+    `jax.checkpoint` keeps its equation as one if nothing inside it has to be saved.
     """
     from jax._src import checkify
     from jax.experimental import jet
@@ -77,7 +77,7 @@ def def_as_jit(primitive: Any, fn: Callable[..., Any]) -> None:
         again = instantiated_out[0]
         return eqn, eqn if again else None, unknown_out, instantiated_out, residuals if again else []
 
-    # Before the values come an error and what is checked for; since 0.12 also a context.
+    # The first arguments are an error and the set of checks; since JAX 0.12 also a context.
     first = list(inspect.signature(checkify.default_checkify_rule).parameters).index("invals") - 1
 
     def check(*given: Any, **params: Any) -> Any:
@@ -110,7 +110,7 @@ class Axis:
 
     @classmethod
     def of(cls, data: Any) -> "Axis":
-        """The axis as JAX's batching rules are told of it."""
+        """The axis in the form that JAX passes to batching rules."""
         name = None if data.name is _core.no_axis_name else data.name
         return cls(data.size, name, data.spmd_name)
 
@@ -132,7 +132,7 @@ def is_transforming() -> bool:
 
 
 def differentiates_batch(values: Sequence[Any]) -> bool:
-    """Whether values show a derivative that is taken inside of `jax.vmap`."""
+    """Whether values show that a derivative is taken inside `jax.vmap`."""
     derivatives, batches = [-1], []
     for x in values:
         while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer)):
@@ -143,7 +143,7 @@ def differentiates_batch(values: Sequence[Any]) -> bool:
 
 
 def shows_batch(x: Any) -> bool:
-    """Whether `x` is one example's value inside of `jax.vmap`, be it differentiated or not."""
+    """Whether `x` is the value of one example inside `jax.vmap`, differentiated or not."""
     return isinstance(_undifferentiated(x), _batching.BatchTracer)
 
 
@@ -154,9 +154,9 @@ def _undifferentiated(x: Any) -> Any:
 
 
 def visible_batches(values: Sequence[Any]) -> tuple[list[tuple[Axis, list[int | None]]], list[Any]]:
-    """The batch axes that can be seen from inside of `jax.vmap`, innermost first, and the values that have them all.
+    """The batch axes that can be seen from inside `jax.vmap`, innermost first, and the values that have them all.
 
-    With each axis comes where every value has it.
+    Each axis comes with its position in every value.
     """
     found: list[tuple[Axis, list[int | None]]] = []
     values = list(map(_undifferentiated, values))
@@ -189,12 +189,13 @@ def inside_shard_map() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return False
-    # pmap is written with shard_map now, and only the stack tells the two apart: one mesh axis, all manual.
+    # In JAX 0.10 to 0.12 pmap is written with shard_map, so only the stack tells the two apart: one mesh axis, all
+    # manual.
     return len(mesh.axis_names) > 1 or not _called_from(_pmap.__file__)
 
 
 def manual_axes() -> dict[str, int]:
-    """The mesh axes that code inside of shard_map or pmap can communicate over, with their sizes."""
+    """The mesh axes that code inside shard_map or pmap can communicate over, with their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: mesh.shape[name] for name in mesh.manual_axes}
 
@@ -234,12 +235,12 @@ def key_value_insert(client: Any, key: str, value: str) -> bool:
 
 
 def key_value_increment(client: Any, key: str) -> int:
-    """Adds one to a counter, which starts at zero; what it is now."""
+    """Adds one to a counter, which starts at zero, and returns its new value."""
     return client.key_value_increment(key, 1)
 
 
 def key_value_get(client: Any, key: str, timeout_s: float) -> str | None:
-    """The value of a key, waited for; None if it does not come within the time."""
+    """Waits for the value of a key; None if it does not come within the time."""
     try:
         if timeout_s <= 0:
             return client.key_value_try_get(key)
@@ -264,8 +265,8 @@ def cupti() -> Any | None:
 
 # --- Config of a thread ---
 
-# Left behind when work moves to another thread or process: what a transformation sets while it traces, and guards that
-# are about the caller's own code.
+# Not copied when work moves to another thread or process: what a transformation sets while it traces, and guards for
+# the caller's own code.
 _STAYS_BEHIND = frozenset(
     {
         "check_vma",
@@ -283,12 +284,12 @@ _STAYS_BEHIND = frozenset(
         "jax_transfer_guard_host_to_device",
     }
 )
-# Contexts that are no options, but change what is compiled. Meshes and axes are not among them: they are the caller's.
+# Contexts that are not options but change what is compiled. Meshes and axes are not copied: they belong to the caller.
 _CONTEXTS = ("compute_on_context_manager", "xla_metadata_context_manager", "pallas_tpu_interpret_mode_context_manager")
 
 
 def thread_config() -> list[tuple[Any, Any]]:
-    """What `with jax.enable_x64(True)` and its like have set in this thread alone; for `entered_config` in another."""
+    """What blocks like `with jax.enable_x64(True)` have set in this thread only; for `entered_config` in another."""
     states = [state for name, state in _config.config_states.items() if name not in _STAYS_BEHIND]
     contexts = [getattr(_config, name) for name in _CONTEXTS if hasattr(_config, name)]
     local = [(state, state.get_local()) for state in (*states, *contexts)]
@@ -308,14 +309,14 @@ def entered_config(captured: list[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def config_values() -> dict[str, Any]:
-    """The options in force in this thread, as plain values that another process can take over."""
+    """The options that apply in this thread, as plain values that another process can set."""
     values = {name: state.value for name, state in _config.config_states.items() if name not in _STAYS_BEHIND}
     plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
     return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str | None)}
 
 
 def set_config_values(values: dict[str, Any]) -> None:
-    """Takes over the options of another process; those that this JAX does not have, or has already, are left alone."""
+    """Sets the options of another process; those that this JAX does not have, or has already, are skipped."""
     for name, value in config_values().items():
         if name in values and values[name] != value:
             jax.config.update(name, values[name])
@@ -325,7 +326,7 @@ def set_config_values(values: dict[str, Any]) -> None:
 
 
 def load_pallas() -> None:
-    """Loads what adds to the key of every jit cache: later, while a kernel is traced, all would be traced again."""
+    """Loads Pallas early: in JAX 0.12, loading it changes the key of every jit cache, so all are traced again."""
     if jax.__version_info__ >= (0, 12):
         importlib.import_module("jax._src.pallas.fuser.jaxpr_fusion")
 

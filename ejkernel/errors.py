@@ -1,6 +1,6 @@
 """Every error and warning of ejkernel, importable from here; catch `EjkernelError` to catch all errors.
 
-Each is defined beside what raises it, and looked up there when it is first asked for: this module imports nothing.
+Each is defined beside the code that raises it, and looked up there on first use: this module imports nothing.
 """
 
 import importlib

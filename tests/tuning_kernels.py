@@ -1,4 +1,4 @@
-"""Kernels to tune: the config says how much work is done in vain, or what goes wrong.
+"""Kernels to tune: the config says how much useless work is done, or what goes wrong.
 
 In a module of their own, because worker processes import them.
 """

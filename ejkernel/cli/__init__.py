@@ -13,11 +13,11 @@ from ejkernel.errors import EjkernelError
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 for yes, 1 for no (different, wrong, not found), 2 for an error."""
-    # As for `python -m ejkernel`: kernels of the project one stands in can be named.
+    # As with `python -m ejkernel`: kernels of modules in the current directory can be named.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A locale may lack characters that a store holds; showing them otherwise is better than showing nothing.
+        # A locale may lack characters that a store holds; an escape is better than an error.
         sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)

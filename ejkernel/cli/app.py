@@ -25,7 +25,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Operations that find, prove and remember their fastest configuration.
+    """Operations that find, check and store their fastest configuration.
 
     Exit codes: 0 for yes, 1 for no (different, wrong, not found), 2 for an error.
     """

@@ -31,7 +31,7 @@ _STORED = "stored"
 
 @dataclass(kw_only=True)
 class Contender:
-    """A way to run a call, and what became of it."""
+    """A way to run a call, and its result."""
 
     name: str
     platform: str | None = None
@@ -126,13 +126,13 @@ def _contenders(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], selector: C
 
 
 def _backends(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[Contender]:
-    """Implementations by platform; a further one for the same platform goes by its method's name."""
+    """Implementations by platform; a second one for the same platform is named by its method."""
     is_backward, seen = isinstance(kernel, BackwardKernel), set()
     for platform, run in dispatch.implementations(asking.source_of(kernel), inv.context):
         cfg, reason = _guess(inv, kernel, platform)
         if platform not in seen:
             yield Contender(name=platform, platform=platform, run=None if is_backward else run, cfg=cfg, reason=reason)
-        elif not is_backward:  # Its method is found by platform, so a further one never runs.
+        elif not is_backward:  # Its method is found by platform, so a second one never runs.
             yield Contender(name=run.__name__, platform=platform, run=run, cfg=cfg, reason=reason)
         seen.add(platform)
 

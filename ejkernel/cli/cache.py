@@ -1,4 +1,4 @@
-"""`ejkernel cache`: looking at, sharing and keeping the store of tuned configs."""
+"""`ejkernel cache`: inspecting, sharing and cleaning the store of tuned configs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ejkernel.ops.store.merging import Difference
 from ejkernel.ops.tuning.standings import time_text
 from ejkernel.report.summary import keywords_of, summarise
 
-app = typer.Typer(no_args_is_help=True, help="Look at, share and keep the store of tuned configs.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, share and clean the store of tuned configs.")
 
 Source = Annotated[str, typer.Argument(help="A pack (file or URL) or the directory of a store.")]
 Sources = Annotated[list[str], typer.Argument(help="Packs (files or URLs) or directories of stores.")]
 
 
 class Keep(enum.StrEnum):
-    """Whose entry stays where both sides have one."""
+    """Which entry stays if both sides have one."""
 
     better = "better"
     mine = "mine"
@@ -145,7 +145,7 @@ def export(
 def import_(
     sources: Sources,
     store: Store = None,
-    keep: Annotated[Keep, typer.Option(help="Whose entry stays where both have one.")] = Keep.better,
+    keep: Annotated[Keep, typer.Option(help="Which entry stays if both have one.")] = Keep.better,
     as_json: AsJson = False,
 ) -> None:
     """Copy entries of packs into the store."""
@@ -168,7 +168,7 @@ def merge(
     no_trials: NoTrials = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a pack of the best-founded entries of several packs or stores; exit code 1 if they have none."""
+    """Merge several packs or stores into one pack, the best entry per key; exit code 1 if they have none."""
     check_file("TARGET", target)
     with working("reading"):
         merged = merging.merge(layers.entries_of(source) for source in sources)
@@ -205,12 +205,12 @@ def prune(
         float | None, typer.Option(min=0, help="Also entries measured more than this many days ago.")
     ] = None,
     broken: Annotated[
-        bool, typer.Option("--broken", help="Also entries that cannot be read, or were set aside for that.")
+        bool, typer.Option("--broken", help="Also entries that cannot be read, or were renamed because of that.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what crashed writers left, and locks of long ago."""
+    """Remove files that crashed writers left, and old locks."""
     gone = upkeep.prune(open_store(store).path, older_than_days=older_than, broken=broken, dry_run=dry_run)
     if as_json:
         print_json([str(p) for p in gone])
@@ -324,12 +324,12 @@ def _print_entry(entry: StoredEntry, trials: int) -> None:
     print_table(["WHAT", "VALUE"], [row for row in rows if row[1]])
     if call["candidates"]:
         print()
-        headers = [*(name.upper() or "CONFIG" for name in call["fields"]), "TIME", "SAMPLES", "FATE"]
+        headers = [*(name.upper() or "CONFIG" for name in call["fields"]), "TIME", "SAMPLES", "RESULT"]
         print_table(headers, [_fate(c) for c in call["candidates"]])
 
 
 def _fate(c: dict[str, Any]) -> tuple[str, ...]:
-    """One candidate: what is special about its config, its time, and what became of it."""
+    """One candidate: what is special about its config, its time, and its result."""
     first = (c["reason"].splitlines() or [""])[0]
     fate = f"{c['status']}: {first}" if first else c["status"]
     samples = "-" if c["n"] is None else str(c["n"])

@@ -1,4 +1,4 @@
-"""Calls as the command line names them: a record file, the text of a program, or an operation with shapes."""
+"""Calls given on the command line: a record file, the text of a program, or an operation with shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MISSING = re.compile(r"missing \d+ required (?P<kind>positional|keyword-only) a
 def find(
     target: str | None, specs_file: Path | None, args: str, settings: list[str], grad: bool
 ) -> tuple[list[Call], list[str]]:
-    """The calls that the command line names, and what could not be made into one."""
+    """The calls that the command line names, and what could not be understood."""
     jax_start.start()
     path = Path(target) if target is not None else specs.record_path()
     is_named = target is not None and not path.exists() and _is_name(target)
@@ -61,7 +61,7 @@ def named(name: str, args: str, settings: list[str], grad: bool) -> list[Call]:
 
 
 def abstract(kernel: Kernel[Any, Any], arrays: tuple[Any, ...], keywords: dict[str, Any], what: str) -> Call:
-    """A call of `kernel`; what its own code says about wrong arguments is told in one line."""
+    """A call of `kernel`; errors of its own code about wrong arguments are shown in one line."""
     found: list[Call] = []
     traced = {k: v for k, v in keywords.items() if isinstance(v, jax.ShapeDtypeStruct)}
     static = {k: v for k, v in keywords.items() if k not in traced}

@@ -1,4 +1,4 @@
-"""Documents for scripts: what a command writes to the standard output, and nothing that others print there."""
+"""Documents for scripts: the standard output has only what a command writes, not what kernels print."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _alone: ContextVar[TextIO | None] = ContextVar("_alone", default=None)
 
 
 def stream() -> TextIO:
-    """Where documents go: the standard output, even while `alone` keeps others from it."""
+    """Where documents go: the standard output, even while `alone` redirects all other output."""
     return _alone.get() or sys.stdout
 
 
 def write_utf8(text: str) -> None:
-    """Writes a document whose encoding is part of what it is, whatever the locale says."""
+    """Writes a document as UTF-8, whatever the locale says."""
     out = stream()
     out.flush()
     if (binary := getattr(out, "buffer", None)) is None:
@@ -40,10 +40,10 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(out: TextIO) -> Iterator[TextIO]:
-    """A stream to where `out` goes, while the file descriptor of `out` leads to the standard error."""
+    """A stream to the target of `out`, while the file descriptor of `out` leads to the standard error."""
     try:
         fd, aside = out.fileno(), sys.stderr.fileno()
-    except (OSError, AttributeError, ValueError):  # A program put something else there, or it is closed.
+    except (OSError, AttributeError, ValueError):  # The stream was replaced by the program, or is closed.
         yield out
         return
     out.flush()

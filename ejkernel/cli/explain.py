@@ -74,7 +74,7 @@ def _summary(stored: int, calls: int) -> str:
 def _told(executor: Executor, cache: PersistentCache, inv: Invocation[Any, Any]) -> tuple[dict[str, Any], str]:
     try:
         found = _explained(executor, inv)
-    except Exception as error:  # noqa: BLE001 - a kernel's own code may raise anything, and other calls are to be told.
+    except Exception as error:  # noqa: BLE001 - a kernel may raise anything, and the other calls are still shown.
         text = str(error) if isinstance(error, EjkernelError) else f"{type(error).__name__}: {error}"
         return {**_place(inv), "stored": False, "error": text}, f"{inv.op_id} {inv.call_key}: {text}"
     stored = found.tier in _STORED
@@ -89,7 +89,7 @@ def _told(executor: Executor, cache: PersistentCache, inv: Invocation[Any, Any])
 def _explained(executor: Executor, inv: Invocation[Any, Any]) -> Explanation:
     if not isinstance(inv.kernel, BackwardKernel):
         return executor.explain_call(inv)
-    # A backward runs after its forward, on whatever served that; only its config is chosen.
+    # A backward runs on the platform of its forward; only its config is chosen.
     assert isinstance(executor.chooser, ConfigSelectorChain)
     selection = executor.chooser.explain(inv, inv.kernel)
     platform = dispatch.forced_platform(inv.kernel.forward, selection.cfg) or inv.platform or "-"
@@ -119,7 +119,7 @@ def _text(cfg: Any) -> str | None:
 
 
 def _nearest(cache: PersistentCache, inv: Invocation[Any, Any]) -> dict[str, Any] | None:
-    """The stored call of this op, on this device or else on any, that differs least."""
+    """The stored call of this op that differs least, on this device or else on any."""
     device, op_id, _ = inv.key
     found = closest(cache.entries(device, op_id), inv.signature) or closest(cache.entries(None, op_id), inv.signature)
     if found is None:

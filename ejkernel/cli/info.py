@@ -1,4 +1,4 @@
-"""`ejkernel info` and `ejkernel kernels`: what is here, and what can run."""
+"""`ejkernel info` and `ejkernel kernels`: what is installed, and what can run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def info(store: Store = None, as_json: AsJson = False) -> None:
 def kernels(as_json: AsJson = False) -> None:
     """List the installed operations and their backends.
 
-    A package announces its own with entry points of the group "ejkernel.kernels".
+    A package registers its own with entry points of the group "ejkernel.kernels".
     """
     with working("starting JAX"):
         jax_start.start()
@@ -127,7 +127,7 @@ def _store_text(store: dict[str, Any]) -> str:
 
 
 def _writable(path: str) -> bool:
-    """Whether a store could be made or changed there: the nearest directory that exists decides."""
+    """Whether a store could be created or changed there; checks the nearest directory that exists."""
     while not os.path.exists(path):
         path = os.path.dirname(path) or os.curdir
     return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)

@@ -13,7 +13,7 @@ EXIT_CODE = 130
 
 @contextlib.contextmanager
 def noted() -> Iterator[threading.Event]:
-    """Gives what a Ctrl-C sets before it is raised: a tuning catches it, and ends as if nothing had been."""
+    """Gives an event that Ctrl-C sets before it is raised, because a tuning catches Ctrl-C and ends normally."""
     pressed = threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -21,7 +21,7 @@ def noted() -> Iterator[threading.Event]:
         signal.default_int_handler(number, frame)
 
     ours = threading.current_thread() is threading.main_thread()
-    # Another handler, or none as after nohup, is somebody's wish.
+    # Another handler, or none as after nohup, was set on purpose.
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield pressed
         return

@@ -1,4 +1,4 @@
-"""Which operations are installed: those of `ejkernel.modules`, and those that packages announce."""
+"""Which operations are installed: those of `ejkernel.modules`, and those that packages register."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OperationError(EjkernelError, LookupError):
 def installed() -> dict[str, str]:
     """Operations by name, each as `module:Class`.
 
-    A package announces its own with entry points of the group `ejkernel.kernels`: `my_op = "my_pkg.kernels:MyKernel"`.
+    A package registers its own with entry points of the group `ejkernel.kernels`: `my_op = "my_pkg.kernels:MyKernel"`.
     """
     return dict(sorted({**announced(), **own()}.items()))
 

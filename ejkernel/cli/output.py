@@ -14,18 +14,18 @@ from ejkernel.errors import EjkernelError
 from ejkernel.report.naming import compact
 from ejkernel.report.summary import arrays
 
-_MAX_RICH_ROWS = 500  # Beyond, laying out a drawn table takes longer than reading it.
+_MAX_RICH_ROWS = 500  # For more rows, drawing a table takes too long.
 
 
 def check_file(name: str, path: str | os.PathLike[str]) -> None:
-    """Refuses a directory where a file is to be written, before there is anything to lose."""
+    """Refuses to write a file where there is a directory, before anything is measured."""
     if os.path.isdir(os.path.expanduser(path)):
         raise EjkernelError(f"{name}: {os.fspath(path)} is a directory; name the file to write.")
 
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Tells a person at a terminal that something takes long; gives what changes the text."""
+    """Shows at a terminal that something takes long; gives a function that changes the text."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -37,12 +37,12 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def printable(text: str) -> str:
-    """`text` in one line that a terminal shows as it is: what is no visible character is written as an escape."""
+    """`text` in one line that a terminal shows as it is: invisible characters are written as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def tell(text: str, *, error: bool = False) -> None:
-    """Prints what may hold names out of files, line by line as `printable`."""
+    """Prints text that may contain names from files, each line through `printable`."""
     print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if error else sys.stdout)
 
 
@@ -52,7 +52,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_list(items: Iterable[Any]) -> None:
-    """A JSON list, one item a line, printed while it is being made."""
+    """A JSON list, one item per line, printed while it is being computed."""
     separator, out = "[", documents.stream()
     for item in items:
         print(separator + json.dumps(item), end="", file=out)

@@ -1,4 +1,4 @@
-"""`ejkernel report`: what tunings found, as a page."""
+"""`ejkernel report`: the results of tunings, as a page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report(
     with_packs: Annotated[bool, typer.Option("--packs", help="The packs under the store, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what tunings found as one HTML page that needs no network.
+    """Write the results of tunings as one HTML page that needs no network.
 
     Exit code 1, and nothing written, if there is nothing to show.
 
@@ -50,7 +50,7 @@ def report(
         found = list(cache.entries(packs=with_packs) if source is None else layers.entries_of(source))
         chosen = [e for e in found if device in (None, e.place.device) and op in (None, e.place.op_id)]
         name = source if source is not None else str(cache.path)
-        # Of a pack that was named, the tunings are what the page is about; of those under a store, they are others'.
+        # If a pack is named, the page is about its tunings; packs beside a store are somebody else's tunings.
         data = pages.summarise(chosen, name, packs_are_others=source is None)
         page = pages.render(data, f"ejkernel: {printable(Path(name).name)}")
     if not chosen:

@@ -28,7 +28,7 @@ def stored_names(part: str) -> Callable[[str], list[str]]:
 
 
 def why_nothing(found: Collection[StoredEntry], where: str, device: str | None, op: str | None) -> str:
-    """What to say when none of the entries that were `found` is of the device and op that were asked for."""
+    """The message if none of the entries that were `found` has the given device and op."""
     if not found:
         return f"{where} has no entries."
     for option, asked, known in (

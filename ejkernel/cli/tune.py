@@ -71,7 +71,7 @@ def tune(
     listed: Annotated[bool, typer.Option("--list", help="Of a suite: only say which calls there are.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tune calls and keep the results; exit code 1 if some could not be tuned or kept.
+    """Tune calls and store the results; exit code 1 if some could not be tuned or stored.
 
     Ctrl-C ends it with what was measured by then, and exit code 130.
 
@@ -145,9 +145,9 @@ def labels(
 
 
 def _check(limits: dict[str, float | None], out: Path | None) -> None:
-    """Refuses what could only fail after everything was measured."""
+    """Checks early what would otherwise fail after everything was measured."""
     for option, seconds in limits.items():
-        if seconds is not None and not seconds >= 0:  # Not a number is not less than 0 either.
+        if seconds is not None and not seconds >= 0:  # NaN is not less than 0 either.
             raise EjkernelError(f"{option}: {seconds} is not a number of seconds from 0 on.")
     if out is not None:
         check_file("--out", out)
@@ -211,15 +211,15 @@ class _Plan:
 
 
 def _stopped(calls: int, rows: list[Row]) -> str:
-    """What Ctrl-C has left undone."""
+    """The calls that were not tuned because of Ctrl-C."""
     if len(rows) < calls:
         return f"stopped: {calls - len(rows)} of {counted(calls, 'call')} not reached."
     is_open = any(not row["complete"] and not row["error"] for row in rows)
-    return "stopped in the last call; the same command goes on with it." if is_open else "stopped after the last call."
+    return "stopped in the last call; the same command resumes it." if is_open else "stopped after the last call."
 
 
 def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list[Row]:
-    """The rows of all calls, or of those that were tuned when somebody pressed Ctrl-C."""
+    """The rows of all calls, or after Ctrl-C of those that were tuned."""
     rows: list[Row] = []
     with contextlib.closing(outcomes):
         try:

@@ -1,4 +1,4 @@
-"""Inside `jax.shard_map`: values that meet in a loop or a kernel must vary over the same mesh axes."""
+"""Inside `jax.shard_map`: values that are combined in a loop or a kernel must vary over the same mesh axes."""
 
 from __future__ import annotations
 

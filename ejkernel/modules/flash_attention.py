@@ -1,4 +1,4 @@
-"""Flash attention: one function, several implementations, the best of them by measurement."""
+"""Flash attention: one function, several backends, the fastest of them by measurement."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Platform = Literal["triton", "mosaic", "cudnn", "pallas", "xla"]
 
 @dataclass(frozen=True)
 class FlashAttentionConfig:
-    """How a call is run: by which implementation, in which tiles.
+    """How a call is run: by which backend, in which tiles.
 
-    The forward and the backward are chosen apart. A config that is tuned for one has no parameters for the other. One
-    with `bwd_params` that a forward runs with, as when it is given explicitly (`cfg=`), counts for both: nothing is
-    looked up or measured for the backward.
+    The forward and the backward are chosen separately. A config that is tuned for one has no parameters for the other.
+    If a forward runs with a config that has `bwd_params`, as with an explicit `cfg=`, the config is used for both:
+    nothing is looked up or measured for the backward.
     """
 
     fwd_params: FwdParams | MosaicFwdConfig | None = None
@@ -66,7 +66,7 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
     Arguments that get gradients are positional: query, key, value, bias, softmax_aux.
 
     Args:
-      interpret: Run the Pallas implementations (`triton`, `pallas`) in JAX's interpreter, to test them on a CPU.
+      interpret: Run the Pallas backends (`triton`, `pallas`) in JAX's interpreter, to test them on a CPU.
     """
 
     version = "1"
@@ -139,21 +139,20 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         dq, dk, dv, dbias = backend.functions.backward(*call, lse, delta, dout, params, **options)
         return dq, dk, dv, dbias, dsinks
 
-    # --- Proving and tuning ---
+    # --- Checking and tuning ---
 
     def reference(self, *args: Any, rules: Rules, platform: str | None = None, **kwargs: Any) -> Array:
-        """The textbook's attention in float32; above its size limit XLA tiles of float32 arguments."""
+        """The plain formulation in float32; above its size limit, XLA tiles of float32 arguments."""
         call = Attention.of(args, {"rules": rules, **kwargs})
         if reference.too_large(call.query, call.key) is None:
             return reference.attention(*call)
         return reference.tiled(args, call.extras, rules)
 
     def mismatch(self, got: Any, want: Any) -> str | None:
-        """As a whole, gradients in 16 bits are good to a thousandth or so; single elements may be far off.
+        """Gradients in 16 bits are exact to about a thousandth as a whole; single elements may be far off.
 
-        Where a row sees few keys and one of them has nearly all the weight, its gradient is the small difference of
-        large numbers, one of them from the rounded output: all implementations err there, by a tenth of a typical
-        element.
+        If a row sees few keys and one of them has nearly all the weight, its gradient is the small difference of large
+        numbers, one of them from the rounded output: all backends are wrong there by a tenth of a typical element.
         """
         from ejkernel.ops.tuning import comparison
 
@@ -178,7 +177,7 @@ _POSITIONAL = ("bias", "softmax_aux")
 
 
 def _example(name: str, x: Any) -> Any:
-    """Legal data for a keyword argument of an abstract call."""
+    """Valid data for a keyword argument of an abstract call."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
     place = jnp.arange(x.shape[-1] if x.shape else 1)
@@ -223,7 +222,7 @@ def flash_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Array:
-    """Attention with memory linear in the sequence, by the fastest implementation that serves the call.
+    """Attention with memory linear in the sequence, by the fastest backend that supports the call.
 
     Args:
       query: [batch, q, heads, head_dim].
@@ -236,22 +235,22 @@ def flash_attention(
       q_segment_ids: Integers [batch, q]; queries see only keys of their own segment.
       kv_segment_ids: Integers [batch, kv]; by default those of the queries, and the reverse.
       cum_seqlens_q: Where packed sequences begin, and the end of the last: integers [sequences + 1] that start with 0,
-        or [batch, sequences + 1]. What lies behind the end sees nothing. Causal and window bounds hold inside each
+        or [batch, sequences + 1]. Queries after the end see nothing. Causal and window bounds apply inside each
         sequence.
       cum_seqlens_k: The same for keys; by default that of the queries.
       sliding_window: (left, right): query i sees keys i - left to i + right; None is no bound, an integer w is (w, w),
-        causal takes the right side away. With causal="lower_right", i counts from the end as well.
+        causal removes the right side. With causal="lower_right", i counts from the end as well.
       logits_soft_cap: c bounds the logits to c * tanh(logits / c).
       softmax_aux: Sinks, logits that take part in the softmax and have no value: [heads] or [heads, sinks], or 1 in
         place of heads.
       dropout_prob: Share of weights that are dropped; the others grow to make up for it.
-      dropout_seed: An integer. The same seed drops the same weights, in any implementation and in the backward.
+      dropout_seed: An integer. The same seed drops the same weights, in any backend and in the backward.
       normalize_output: False leaves out the division by the sum of weights, exp(logit - largest logit of the row). The
         largest logit counts as a constant in gradients.
       precision: Of the matrix products, as in `jax.lax.dot`.
       logits_dtype: What logits are rounded to before the softmax, which is computed in float32.
-      platform: "triton", "mosaic", "cudnn", "pallas", "xla": this implementation or an error. "reference" is the
-        textbook's, which holds all scores at once and is refused above a size limit.
+      platform: "triton", "mosaic", "cudnn", "pallas", "xla": this backend or an error. "reference" is the plain
+        formulation, which holds all scores at once and is refused above a size limit.
       cfg: How to run it; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
       in_specs: With `mesh`: the PartitionSpec of query, key and value, or a tuple of three. Batch and heads may be
@@ -269,10 +268,10 @@ def flash_attention(
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
         "cum_seqlens_q": cum_seqlens_q,
-        # Packed alike: then positions need not be compared.
+        # Queries and keys are packed alike, so positions need not be compared.
         "cum_seqlens_k": None if cum_seqlens_k is cum_seqlens_q else cum_seqlens_k,
     }
-    # Only what differs from its default: an eager call with few arguments is found fastest.
+    # Only arguments that differ from their default: the lookup of an eager call is faster with few arguments.
     given = {
         "causal": (_python(causal), False),
         "softmax_scale": (_python(softmax_scale), None),
@@ -288,7 +287,7 @@ def flash_attention(
     if logits_dtype is not jnp.float32:
         kwargs["logits_dtype"] = _dtype_name(logits_dtype)
     if dropout_seed is not None:
-        # As an array: another seed is not another program.
+        # As an array, so that another seed does not compile another program.
         kwargs["dropout_seed"] = _seed(dropout_seed)
     args = (query, key, value, bias, softmax_aux)
     if mesh is not None:
@@ -307,7 +306,7 @@ def flash_attention(
 def _explicit_spec(args: tuple[Any, ...]) -> PartitionSpec | None:
     """The output's sharding, if those of the arguments are part of their types; inside, the compiler decides."""
     query, key, value, *_ = args
-    # First what most calls have, because asking for types takes a tenth of an eager call's time.
+    # The common case first, because reading types takes a tenth of an eager call's time.
     if _is_whole(query) and _is_whole(key) and _is_whole(value):
         return None
     types = [jax.typeof(x).sharding for x in (query, key, value) if isinstance(x, jax.Array)]
@@ -345,7 +344,7 @@ def _hashable(x: Any) -> Any:
 
 
 def _python(x: Any) -> Any:
-    """NumPy's and JAX's numbers as Python's: as arguments they would count as arrays, whose values tracing hides."""
+    """Converts NumPy's and JAX's numbers to Python's: as arrays, their values would be hidden by tracing."""
     if type(x) in _PYTHON:
         return x
     known = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)

@@ -1,4 +1,4 @@
-"""Grouped products: rows that are sorted by group, each group times weights of its own."""
+"""Grouped products: rows that are sorted by group, each group times its own weights."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ DrhsParams = MosaicDrhsConfig | TritonConfig | TpuConfig | XlaConfig
 
 @dataclass(frozen=True)
 class GroupedMatmulConfig:
-    """How a call is run: by which implementation, in which tiles.
+    """How a call is run: by which backend, in which tiles.
 
-    The gradients are calls of their own: chosen, tuned and stored apart. Params for them in an explicit `cfg=` are
+    The gradients are separate calls: chosen, tuned and stored separately. Params for them in an explicit `cfg=` are
     taken as they are.
     """
 
@@ -59,7 +59,7 @@ class _Grouped(Operation[Cfg, Array]):
     """What both products share."""
 
     def run_on(self, backend: Backend, /, *args: Any, cfg: Any, precision: Any = None, **kwargs: Any) -> Array:
-        """Runs a call; only XLA has several precisions, kernels take the highest."""
+        """Runs a call; only XLA has several precisions, other backends use the highest."""
         if backend.platform == "xla":
             kwargs["precision"] = precision
         return super().run_on(backend, *args, cfg=cfg, **kwargs)
@@ -67,9 +67,9 @@ class _Grouped(Operation[Cfg, Array]):
     def _nested(
         self, cfg: Any, kwargs: dict[str, Any], operation: Any, args: tuple[Any, ...], params: Any = None, **own: Any
     ) -> Array:
-        """A product that a gradient is made of: a call of its own, on the platform that the call asks for."""
+        """A product that is part of a gradient: a separate call, on the platform of the original call."""
         kernel = operation(interpret=self.interpret)
-        if params is not None or self.interpret:  # What is interpreted is not chosen, it is named.
+        if params is not None or self.interpret:  # In the interpreter the platform is not chosen but given.
             own["cfg"] = kernel.cfg_type(fwd_params=params, platform=cfg.platform)
         shared = {name: kwargs[name] for name in ("platform", "precision") if name in kwargs}
         return kernel(*args, **own, **shared)
@@ -137,17 +137,17 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
         return (lhs, rhs, sizes, group_offset, existing_out), _with(kwargs, precision)
 
     def run_on(self, backend: Backend, /, *args: Any, cfg: Any, **kwargs: Any) -> Array:
-        """The product; rows of no group are those of existing_out."""
+        """The product; rows of no group come from existing_out."""
         operands, existing_out = args[:4], args[4]
         out = super().run_on(backend, *operands, cfg=cfg, **kwargs)
         return out if existing_out is None else jnp.where(_inside(*operands)[:, None], out, existing_out)
 
     def custom_vjp(self, primals: Any, cfg: Any, kwargs: dict[str, Any], cotangents: Any) -> tuple[Any, ...]:
-        """Dlhs is a product with the weights transposed, drhs an operation of its own."""
+        """Dlhs is a product with the weights transposed, drhs is a separate operation."""
         lhs, rhs, sizes, offset, existing_out = primals
         (dout,) = cotangents
         transposed, nested = kwargs["transpose_rhs"], partial(self._nested, cfg, kwargs)
-        # Rounded as the operands are: the gradients are, too.
+        # Rounded to the operands' dtype, as the gradients are.
         narrow = dout.astype(jnp.result_type(lhs.dtype, rhs.dtype))
         options = {"transpose_rhs": not transposed, "out_dtype": lhs.dtype.name}
         dlhs = nested(GroupedMatmul, (narrow, rhs, sizes, offset), cfg.dlhs_params, **options)
@@ -245,7 +245,7 @@ def _check_groups(sizes: Any, offset: Any, groups: int) -> None:
 
 
 def _check_values(sizes: Any, rows: Any) -> None:
-    """Refuses sizes that are known and cannot be; on an accelerator reading them would make a call wait."""
+    """Refuses sizes that are known and invalid; on an accelerator they are not read, because the call would wait."""
     if isinstance(sizes, Tracer) or not isinstance(rows, int):
         return
     if isinstance(sizes, jax.Array) and (not sizes.is_fully_addressable or _is_remote(sizes)):
@@ -283,7 +283,7 @@ def grouped_matmul(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Array:
-    """Each group's rows times weights of its own, by the fastest implementation that serves the call.
+    """Each group's rows times the group's weights, by the fastest backend that supports the call.
 
     Args:
       lhs: [rows, k]; the rows of group 0 come first, then those of group 1, and so on.
@@ -293,9 +293,9 @@ def grouped_matmul(
       existing_out: [rows, n] in the dtype of the result: what rows of no group, or of one whose weights are not here,
         get; by default zeros.
       transpose_rhs: rhs is [groups, n, k].
-      precision: As in `jax.lax.dot`. Of the implementations only "xla" has several; kernels take the highest.
+      precision: As in `jax.lax.dot`. Only the backend "xla" has several; the others use the highest.
       preferred_element_type: The dtype of the result; by default that of `jax.lax.ragged_dot`.
-      platform: "mosaic", "triton", "pallas" or "xla": this implementation or an error.
+      platform: "mosaic", "triton", "pallas" or "xla": this backend or an error.
       cfg: How to run it; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
       in_specs: With `mesh`: the PartitionSpecs of lhs, rhs, group_sizes, and of group_offset and existing_out if given.
@@ -305,12 +305,12 @@ def grouped_matmul(
       [rows, n].
 
     Raises:
-      GroupedMatmulArgumentError: Arguments do not fit each other. Of sizes on an accelerator the values are not read:
-        negative ones count as 0, and what lies past the last row is left out.
+      GroupedMatmulArgumentError: Arguments do not fit each other. The values of sizes on an accelerator are not read:
+        negative ones count as 0, and rows past the last one are ignored.
     """
     lhs, rhs, group_sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
     _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) else None)
-    # Only what differs from its default: an eager call with few arguments is found fastest.
+    # Only arguments that differ from their default: the lookup of an eager call is faster with few arguments.
     kwargs: dict[str, Any] = {"transpose_rhs": True} if transpose_rhs else {}
     if precision is not None:
         kwargs["precision"] = _precision(precision)
@@ -341,7 +341,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _precision(precision: Any) -> Any:
-    """By name, which is the same in every process."""
+    """As its name, which is the same in every process."""
     if isinstance(precision, (tuple, list)):
         return tuple(map(_precision, precision))
     try:

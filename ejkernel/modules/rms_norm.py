@@ -1,4 +1,4 @@
-"""RMSNorm, with an optional residual sum, by the fastest implementation that serves the call."""
+"""RMSNorm, with an optional residual sum, by the fastest backend that supports the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ejkernel.ops.core.operation import DifferentiableOperation
 
 @dataclass(frozen=True)
 class RmsNormConfig:
-    """How a call is run: by which implementation, in which blocks of rows."""
+    """How a call is run: by which backend, in which blocks of rows."""
 
     fwd_params: RowParams | None = None
     bwd_params: RowParams | None = None
@@ -78,9 +78,9 @@ def rms_norm(
       scale: [columns]; None is ones.
       residual: Added to x first; of the shape of x.
       epsilon: Added to the mean square.
-      scale_offset: Added to scale: 1.0 for models that store the scale less one.
+      scale_offset: Added to scale: 1.0 for models that store the scale minus one.
       axis: The axis to normalise.
-      platform: "triton" or "xla": this implementation or an error.
+      platform: "triton" or "xla": this backend or an error.
       cfg: How to run it; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
       in_specs: With `mesh`: the PartitionSpecs of x, scale and residual.

@@ -1,4 +1,4 @@
-"""Flash attention under `jax.shard_map`: batch and heads are sharded, so devices need nothing of each other."""
+"""Flash attention under `jax.shard_map`: batch and heads are sharded, so no communication is needed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def sharded(
     in_specs: Any,
     out_specs: Any,
 ) -> Array:
-    """`call(args, kwargs, cfg)` with query, key and value sharded by `in_specs`, and all else accordingly."""
+    """`call(args, kwargs, cfg)` with query, key and value sharded by `in_specs`, other arguments to match."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise AttentionArgumentError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}.")
     specs = _specs(in_specs, mesh)
-    # Canonical here, on the whole call: cumulative lengths and sinks have their final shapes before they are cut.
+    # The whole call is made canonical first: cumulative lengths and sinks get their final shapes before they are split.
     statics = {name: x for name, x in kwargs.items() if name != "platform"}
     qkv, extras, rules = canonical(*args, **statics)
     batch, heads = _axes(specs, qkv)
@@ -105,7 +105,7 @@ def _spec_of(name: str, x: Any, batch: Axis, heads: Axis) -> PartitionSpec:
 
 
 def _seed_here(seed: Array, axes: tuple[str, ...]) -> Array:
-    """Another seed on every device, or shards would drop the same weights."""
+    """A different seed on every device; otherwise shards would drop the same weights."""
     if not axes:
         return seed
     return seed + jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(0x9E3779B1)

@@ -88,7 +88,7 @@ __all__ = [
     "vmap_with_config",
 ]
 
-# Measuring and storing are imported when they are first asked for: `import ejkernel.ops` stays close to `import jax`.
+# Measuring and storing are imported on first use: `import ejkernel.ops` stays close to `import jax`.
 _LAZY = {
     "AutotuningResult": "execution.tuning",
     "Autotuner": "execution.tuning",

@@ -23,14 +23,14 @@ SMALL_INTEGERS = 65536
 """Integer arrays up to this many elements are kept for kernels with `record_integers`."""
 
 MAX_TRACED = 4096
-"""How many traced calls are remembered, the latest ones; what was recorded on request is always kept."""
+"""How many of the latest traced calls are remembered; calls that were recorded on request are always kept."""
 
 Key = tuple[str, str, str]
 Recorded = tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]
 
 
 class KernelGoneError(EjkernelError, LookupError):
-    """A call is known, but its kernel, which holds more than data, has been garbage collected since."""
+    """A call is known, but its kernel, which holds more than plain data, has been garbage collected."""
 
 
 class _Call(NamedTuple):
@@ -57,7 +57,7 @@ def note_traced(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
         return
     call = _Call(dataclasses.replace(_kept(kernel, inv), kernel=None), _holder(kernel, _is_data))
     with _lock:
-        _traced.pop(inv.key, None)  # The latest come last.
+        _traced.pop(inv.key, None)  # Newer calls are at the end.
         _traced[inv.key] = call
         if len(_traced) > MAX_TRACED:
             del _traced[next(iter(_traced))]
@@ -69,7 +69,7 @@ def _record(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
     call = _Call(kept, _holder(kernel, lambda kernel: not holds_tracers(kernel)))
     with _lock:
         held = _recorded.get(inv.key)
-        # Data that an eager call left is worth more than the shapes of a later trace.
+        # The data of an eager call is kept; the shapes of a later trace do not replace it.
         if held is None or held.inv.is_abstract or held.kernel() is None:
             _recorded[inv.key] = call
         return held is None
@@ -78,7 +78,7 @@ def _record(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
 def _holder(
     kernel: Kernel[Any, Any], keep: Callable[[Kernel[Any, Any]], bool]
 ) -> Callable[[], Kernel[Any, Any] | None]:
-    """What gives the kernel, and keeps it alive if `keep` says so: what is noted on the side must not."""
+    """A function that returns the kernel, and keeps it alive only if `keep` is true."""
     if isinstance(kernel, BackwardKernel):
         return _around(BackwardKernel, _holder(kernel.forward, keep))
     if isinstance(kernel, BatchedKernel):

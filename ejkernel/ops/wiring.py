@@ -1,4 +1,4 @@
-"""Wiring: the one place that knows all rooms, and hands lower ones what they need of higher ones.
+"""Wiring: the only module that imports all packages, and gives lower ones the functions of higher ones.
 
 Everything is imported when it is first used: `import ejkernel.ops` stays close to `import jax`.
 """

@@ -1,4 +1,4 @@
-"""Reports: what tunings found, as one page that needs no network."""
+"""Reports: the results of tunings, as one page that needs no network."""
 
 from ejkernel.report.page import render as render
 from ejkernel.report.summary import summarise as summarise

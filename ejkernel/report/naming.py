@@ -1,4 +1,4 @@
-"""What tells configs apart: the fields in which they differ."""
+"""Short names of configs: the fields in which they differ."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def columns(reprs: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Names of the fields in which configs differ, and each config's values; configs are given by their `repr`.
 
-    A field has its last name where that is enough. If one of them is not the `repr` of a record, there is one column
-    without a name, the texts themselves.
+    A field is named by its last part if that is unique. If one of them is not the `repr` of a record, there is one
+    column without a name, the texts themselves.
     """
     known = [each for text in reprs if (each := fields_of(text)) is not None]
     paths = list(dict.fromkeys(path for each in known for path in each))
@@ -30,13 +30,13 @@ def compact(text: str) -> str:
 
 
 def _short_names(paths: list[str]) -> list[str]:
-    """Each path's last part, where no other has the same."""
+    """Each path's last part, if no other has the same."""
     lasts = [path.rpartition(".")[2] for path in paths]
     return [last if lasts.count(last) == 1 else path for path, last in zip(paths, lasts, strict=True)]
 
 
 def fields_of(text: str) -> dict[str, str] | None:
-    """Leaf fields of a record's `repr` by dotted path, without those that are None; None if it is no such thing."""
+    """Leaf fields of a record's `repr` by dotted path, without those that are None; None if it is not a record."""
     try:
         node = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -16,7 +16,7 @@ Data = dict[str, Any]
 
 
 def summarise(entries: Iterable[StoredEntry], source: str, *, packs_are_others: bool = False) -> Data:
-    """Everything that the page shows; with `packs_are_others`, entries of packs are told apart and not added up."""
+    """Everything that the page shows; with `packs_are_others`, entries of packs are marked and not in totals."""
     calls: list[Data] = [_call(entry) | {"own": not (packs_are_others and entry.origin == "pack")} for entry in entries]
     devices = sorted({call["device"] for call in calls})
     return {"source": source, "calls": calls, "peaks": {device: _peaks(device) for device in devices}}
@@ -82,7 +82,7 @@ def _measurement(found: Any) -> Data | None:
 
 
 def _interval(found: Mapping[str, Any], samples: float | None) -> Data:
-    """Its ends, None where the samples are too few for one: entries of earlier versions have one all the same."""
+    """The interval's ends, None if there are too few samples; entries of earlier versions have ends even then."""
     few = samples is not None and samples < robust.FOR_AN_INTERVAL
     return {end: None if few else _number(found.get(end)) for end in ("low_ms", "high_ms")}
 
@@ -93,7 +93,7 @@ def _interval(found: Mapping[str, Any], samples: float | None) -> Data:
 def keywords_of(entry: StoredEntry) -> str:
     """Static keywords in one line, as the caller wrote them: `causal=True, sliding_window=64`.
 
-    Of an entry of an earlier version, which did not keep them, those that the kernel made of them.
+    An entry of an earlier version did not keep them: then the keywords after `prepare`.
     """
     written = entry.statistics.get("keywords")
     if isinstance(written, Mapping):

@@ -136,7 +136,7 @@ def test_show_tells_a_tuning_in_words(run, store):
     assert "time 1.5 ms [1.25, 2], 16 samples" in lines
     assert "speed-up 1.50 [1.25, 1.75]" in lines
     assert lines[-4:] == [
-        "BLOCK TIME SAMPLES FATE",
+        "BLOCK TIME SAMPLES RESULT",
         "128 1.5 ms [1.25, 2] 16 winner",
         "64 0.5 ms 2 screened: slow",  # Faster by its two samples, but below: it was dropped, and has no interval.
         "32 - - wrong: off by 3 (the guess)",

@@ -77,7 +77,7 @@ def test_budget_that_is_over_too_soon_is_named_on_a_fleet_too(capsys, tmp_path):
         code, _, err = ejkernel(capsys, "tune", *MIX, "--store", tmp_path, "--budget", "0", *where)
         assert code == 1
         assert re.fullmatch(
-            r"not tuned: \S+Mixer \w+: stopped before anything was measured: its budget of 0 s was over.*larger one\n",
+            r"not tuned: \S+Mixer \w+: stopped before .*: its budget of 0 s was used up.*larger one\n",
             err,
         )
 
@@ -250,7 +250,7 @@ def test_call_that_ctrl_c_stops_before_it_was_measured_did_not_run_out_of_budget
     [
         (1, [], "stopped: 1 of 1 call not reached."),
         (3, [True], "stopped: 2 of 3 calls not reached."),
-        (1, [False], "stopped in the last call; the same command goes on with it."),
+        (1, [False], "stopped in the last call; the same command resumes it."),
         (2, [True, True], "stopped after the last call."),
     ],
 )

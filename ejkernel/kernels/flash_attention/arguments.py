@@ -1,4 +1,4 @@
-"""What one call of flash attention asks for: its arguments checked and brought into one form."""
+"""The arguments of one call of flash attention, checked and brought into one form."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def canonical(
     kv_len = key.shape[1]
     full = (batch, heads, q_len, kv_len)
     packed = cum_seqlens_q is not None or cum_seqlens_k is not None
-    # In packed sequences the positions know where each sequence's diagonal starts.
+    # In packed sequences the positions say where each sequence's diagonal starts.
     lower, upper = _reachable(*_band(causal, sliding_window, 0 if packed else kv_len - q_len), q_len, kv_len, packed)
     segments = _segments(q_segment_ids, kv_segment_ids, packed, batch, q_len, kv_len)
     positions = (None, None)
@@ -212,7 +212,7 @@ def _array(name: str, x: Any) -> Any:
         raise AttentionArgumentError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
-# --- Who sees whom ---
+# --- Which queries see which keys ---
 
 
 def _band(causal: Causal, window: Any, offset: int) -> tuple[int | None, int | None]:
@@ -280,7 +280,7 @@ def _packed(
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Segment ids and positions inside segments, from cumulative lengths.
 
-    Positions are left out where queries and keys are packed alike: then places in the sequence do.
+    Positions are left out if queries and keys are packed alike: then the index in the whole array is enough.
     """
     alike = cum_q is None or cum_k is None
     if alike and q_len != kv_len:
@@ -291,7 +291,7 @@ def _packed(
     cum_q = _cumulative("cum_seqlens_q", cum_q, batch)
     if alike:
         ids = _segment_of(cum_q, q_len)
-        # What lies behind the last sequence sees nothing.
+        # Queries after the last sequence see nothing.
         return (jnp.where(ids < cum_q.shape[1] - 1, ids, -1), jnp.where(ids < cum_q.shape[1] - 1, ids, -2)), (
             None,
             None,
@@ -325,7 +325,7 @@ def _cumulative(name: str, x: Any, batch: int) -> Any:
 
 
 def _segment_of(cumulative: Array, length: int) -> Array:
-    """[batch, length]: which sequence each place belongs to; the number of sequences if none."""
+    """[batch, length]: the sequence that each index belongs to; the number of sequences if none."""
     place = jnp.arange(length)
     return jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))(cumulative[:, 1:]).astype(jnp.int32)
 

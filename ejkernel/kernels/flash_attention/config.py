@@ -32,8 +32,8 @@ class MosaicFwdConfig:
         tile overlap the epilogue of this one; `grid` launches one block per tile.
       head_group: Heads whose tiles are handed out together, longest first. 0 picks as many as keep their K and V
         in half of the L2 cache.
-      ping_pong: Whether warpgroups take turns at the matrix units, so that one's softmax runs under another's products.
-      share_qo: Whether the output leaves through the memory of Q, which makes room for larger tiles but holds up the
+      ping_pong: Whether warpgroups take turns at the matrix units, so that one's softmax overlaps another's products.
+      share_qo: Whether the output is stored through the memory of Q, which makes room for larger tiles but delays the
         next tile's Q until the store has read it.
       cluster: Blocks, of neighbouring tiles, that load K and V together.
     """
@@ -66,7 +66,7 @@ class MosaicFwdConfig:
         return q_and_o + rings + 2 * self.block_q * 4 + BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
-        """Registers a consumer thread holds at its widest point: scores, weights, output, and some 24 for the rest."""
+        """The most registers that a consumer thread holds: scores, weights, output, and some 24 for the rest."""
         scores, weights, output = self.block_kv // 2, self.block_kv // 4, head_dim // 2
         return scores + weights + output + 24
 
@@ -91,8 +91,8 @@ def is_full(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bo
 def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
     """Yields the forward configs that fit the chip at `head_dim`.
 
-    A plain grid lost wherever it was measured, and clusters wherever a mask makes their blocks unequal: where they
-    won, `default_forward` has them.
+    A plain grid was slower wherever it was measured, and clusters wherever a mask makes their blocks unequal. Where
+    clusters were faster, `default_forward` uses them.
     """
     axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False))
     for consumers, block_kv, stages, share_qo, ping_pong in axes:
@@ -110,7 +110,7 @@ def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
 
 
 def default_forward(head_dim: int, *, full: bool = False) -> MosaicFwdConfig:
-    """Returns the config to use untuned; `full` is what `is_full` says of the call."""
+    """Returns the config of an untuned call; `full` is what `is_full` says of the call."""
     if head_dim <= 64:
         return MosaicFwdConfig(consumers=3, block_kv=128, stages=3)
     if head_dim <= 128:
@@ -124,14 +124,15 @@ class MosaicBwdConfig:
 
     Attributes:
       consumers: Warpgroups that compute.
-      split: What the consumers share out: `keys` of a tile, 64 each, or `columns` of dK and dV of 64 keys.
+      split: How the consumers divide a tile: `keys`, 64 each, or `columns` of dK and dV of 64 keys.
       block_q: Queries in one step: 64, or 64 per consumer.
       stages: Tiles of Q and dO in flight.
       schedule: As in the forward config.
       head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache.
-      dq: How dQ is added up in memory: by the copy engine from shared memory (`bulk`), or from `registers`; or whether
-        a second `kernel` computes it, which makes two products more but adds nothing up, always in the same order.
-      dq_block_kv: Keys in one step of that second kernel, which has 64 queries a consumer.
+      dq: How dQ is added up in memory: by the copy engine from shared memory (`bulk`), or from `registers`; or by a
+        second `kernel`, which computes two more products but adds nothing up in memory, so that the result is always
+        the same.
+      dq_block_kv: Keys in one step of that second kernel, which has 64 queries per consumer.
       dq_k_stages: Tiles of K it has in flight.
       dq_v_stages: Tiles of V it has in flight; one is enough, V is done with early in a step.
       dq_cluster: Blocks of it that load K and V together.
@@ -181,7 +182,7 @@ class MosaicBwdConfig:
         return rows * head_dim * 2 + BARRIER_BYTES
 
     def live_registers(self, head_dim: int) -> int:
-        """Registers a consumer thread holds at its widest point: dK, dV, scores and their gradient or dQ, the rest."""
+        """The most registers that a consumer thread holds: dK, dV, scores and their gradient or dQ, the rest."""
         if self.split == "columns":
             return (head_dim + self.block_q) // self.consumers + 24
         return head_dim + self.block_q + 24
@@ -197,9 +198,9 @@ class MosaicBwdConfig:
         if self.block_q not in (WGMMA_ROWS, self.consumers * WGMMA_ROWS):
             return f"block_q must be 64 or {self.consumers * WGMMA_ROWS}, got {self.block_q}"
         if self.block_q == WGMMA_ROWS and head_dim % (self.consumers * 64):
-            return f"{self.consumers} consumers cannot share out a dQ of 64 rows and {head_dim} columns"
+            return f"{self.consumers} consumers cannot divide a dQ of 64 rows and {head_dim} columns"
         if self.split == "columns" and (self.block_q != WGMMA_ROWS or self.consumers != 2):
-            return "a split by columns wants 64 queries a step and two consumers"
+            return "a split by columns needs 64 queries per step and two consumers"
         if (self.split == "columns") != (self.dq == "kernel"):
             return f"a split by {self.split} cannot have its dQ from {self.dq}"
         if self.stages < 2:
@@ -211,7 +212,7 @@ class MosaicBwdConfig:
 
     def _dq_unfit(self, head_dim: int) -> str | None:
         if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64 or self.dq_cluster not in (1, 2):
-            return "the kernel for dQ wants two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
+            return "the kernel for dQ needs two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
         return unfit_block(self.dq_smem_bytes(head_dim), self.dq_live_registers(head_dim), self.consumers, " for dQ")
 
 
@@ -233,7 +234,7 @@ def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
 
 
 def default_backward(head_dim: int, *, full: bool = False) -> MosaicBwdConfig:
-    """Returns the config to use untuned; `full` is what `is_full` says of the call."""
+    """Returns the config of an untuned call; `full` is what `is_full` says of the call."""
     if head_dim <= 64:
         return MosaicBwdConfig(block_q=128, dq="registers")
     if head_dim <= 128:

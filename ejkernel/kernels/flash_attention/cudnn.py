@@ -1,7 +1,7 @@
 """cuDNN's flash attention, through `jax.nn.dot_product_attention`; with gradients, by the two operations beneath it.
 
-JAX's public call rounds the log-sum-exp to 16 bits, too coarse for a backward, and offers no backward apart. With both
-at hand cuDNN's forward goes with any backward, and its backward with any forward.
+JAX's public call (0.10 to 0.12) rounds the log-sum-exp to 16 bits, too coarse for a backward, and has no separate
+backward. With the two operations, cuDNN's forward works with any backward, and its backward with any forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = jax.Array
 
 
 BACKWARD_LIMIT = 1 << 31
-"""Elements of an array from which on cuDNN's backward gives wrong gradients of query and key, without a word.
+"""Elements of an array from which on cuDNN's backward gives wrong gradients of query and key, without any error.
 
 Seen on an H200 with JAX 0.11.2, also through `jax.nn.dot_product_attention`: the last batches are off by 40 to 80 %.
 """
@@ -55,11 +55,11 @@ def _misfit(query: Any, key: Any, value: Any) -> str | None:
 
 def _too_large(batch: Any, query: Any, key: Any) -> str | None:
     """Why cuDNN's backward would be wrong for arrays like these with such a batch."""
-    # It may hold a gradient of the keys for every query head before it adds them up.
+    # cuDNN may hold a gradient of the keys for every query head before it adds them up.
     elements = batch * max(query.shape[1], key.shape[1]) * query.shape[2] * query.shape[3]
     if not isinstance(elements, int) or elements < BACKWARD_LIMIT:  # Symbolic: only the running program knows.
         return None
-    return f"cuDNN's backward is wrong from {BACKWARD_LIMIT:,} elements an array on, this call has {elements:,}"
+    return f"cuDNN's backward is wrong from {BACKWARD_LIMIT:,} elements per array on, this call has {elements:,}"
 
 
 def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
@@ -72,7 +72,7 @@ def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
 
 
 def run(query: Array, key: Array, value: Array, rules: Rules) -> Array:
-    """Returns the output alone, for calls without gradients."""
+    """Returns only the output, for calls without gradients."""
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -87,7 +87,7 @@ def run(query: Array, key: Array, value: Array, rules: Rules) -> Array:
 def forward(
     query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: None
 ) -> tuple[Array, masks.LogSum]:
-    """Returns the output and the log-sum-exp [batch, heads, q]; what rounding took from it, cuDNN does not tell."""
+    """Returns the output and the log-sum-exp [batch, heads, q]; cuDNN does not return its rounding error."""
     out, lse = _compat.cudnn_forward(query, key, value, **_rules(rules))
     return out, masks.LogSum(lse, jnp.zeros_like(lse))
 
@@ -111,10 +111,10 @@ def backward(
 
 
 def _gradients(rules: dict[str, Any], *arrays: Array) -> tuple[Array, ...]:
-    """The gradients of calls of any size, in parts of the batch that cuDNN gets right.
+    """The gradients of calls of any size, in parts of the batch that are small enough for cuDNN.
 
-    A call that is too large is not served, but one of many under `jax.vmap` may be small, and cuDNN is given all of
-    them as one batch.
+    A call that is too large is refused. But under `jax.vmap` each call may be small, and cuDNN gets all of them as one
+    batch.
     """
     query, key = arrays[:2]
     batch = query.shape[0]
@@ -129,7 +129,7 @@ def _gradients(rules: dict[str, Any], *arrays: Array) -> tuple[Array, ...]:
 
 
 def _batchable(rules: dict[str, Any]) -> Any:
-    """The backward of cuDNN, with a rule for `jax.vmap` that knows how large the whole batch is."""
+    """The backward of cuDNN, with a rule for `jax.vmap` that gets the size of the whole batch."""
     run = jax.custom_batching.custom_vmap(partial(_compat.cudnn_backward, **rules))
 
     @run.def_vmap

@@ -1,4 +1,4 @@
-"""The Hopper kernels as one of the implementations: what they serve, and their logarithms to base 2 as natural ones."""
+"""The Hopper kernels as a backend: what they support, and their base-2 logarithms as natural ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
 
 
 def _not_importable() -> str | None:
-    """Why Pallas' Mosaic dialect is not there: it needs packages that JAX does not bring along."""
+    """Why Pallas' Mosaic dialect cannot be imported: it needs packages that JAX does not install."""
     try:
         import ejkernel.kernels.flash_attention.mosaic  # noqa: F401
     except ImportError as error:
@@ -93,7 +93,7 @@ def backward(
 
 
 def _to_base_2(rules: Rules) -> float:
-    """What turns logits into the kernels' exponents: log2(e), but for how the kernels round it with the scale."""
+    """The factor from logits to the kernels' exponents: log2(e), rounded with the scale as the kernels do."""
     scale = 1.0 if rules.soft_cap is not None else rules.scale
     return float(np.float32(scale * math.log2(math.e))) / float(np.float32(scale))
 
@@ -101,7 +101,7 @@ def _to_base_2(rules: Rules) -> float:
 def _scaled(sums: masks.LogSum, factor: float) -> masks.LogSum:
     """The sums times a number, with an error of some 2**-34 of them.
 
-    A product of float32 has twice the digits. Numbers are cut in halves, whose products are exact.
+    A product of two float32 numbers has twice the digits. Each number is split into halves, whose products are exact.
     """
     lse = jnp.where(sums.lse == jnp.inf, 0.0, sums.lse)
     upper = jax.lax.reduce_precision(lse, exponent_bits=8, mantissa_bits=11)

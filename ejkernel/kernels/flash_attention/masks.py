@@ -43,7 +43,7 @@ def _mixed(x: Any) -> Any:
 
 
 class LogSum(NamedTuple):
-    """The logarithm of the sum of exp(logit) of each row, as what it rounds to and what rounding takes away.
+    """The logarithm of the sum of exp(logit) of each row: its rounded value, and the rounding error.
 
     Softmax does not change when all logits of a row move by the same amount, but float32 cannot hold both a large
     amount and the logarithm of the sum: at a million its spacing is 1/16, at a billion 64. Weights that are rebuilt
@@ -88,7 +88,7 @@ def with_sinks(out: Array, sums: LogSum, aux: Array | None) -> tuple[Array, LogS
 
 
 def sinks_gradient(sums: LogSum, delta: Array, aux: Array) -> Array:
-    """Gradient of the sinks; `delta` is the sum of output times its gradient a row, [batch, heads, q] like the sums."""
+    """Gradient of the sinks; `delta` is the sum of output times its gradient per row, [batch, heads, q]."""
     lse, rest = (x[:, :, None, :] for x in sums)
     weights = jnp.exp((aux.astype(lse.dtype)[None, :, :, None] - lse) - rest)
     return -jnp.sum(weights * delta[:, :, None, :], axis=(0, 3)).astype(aux.dtype)
@@ -97,20 +97,20 @@ def sinks_gradient(sums: LogSum, delta: Array, aux: Array) -> Array:
 def unlost(dout: Array, delta: Array, rest: Array) -> tuple[Array, Array]:
     """`dout` and `delta` for a backward that rebuilds weights from the log-sum-exp without `rest`.
 
-    All gradients are products of a row's weights with one of the two, so the factor that is missing in the weights may
-    as well be there.
+    All gradients are products of a row's weights with one of the two, so the factor that is missing in the weights can
+    be applied to these instead.
     """
     share = jnp.exp(-rest)
     return (dout.astype(share.dtype) * share.swapaxes(1, 2)[..., None]).astype(dout.dtype), delta * share
 
 
 def row_products(out: Array, dout: Array, dtype: Any) -> Array:
-    """The sum of output times its gradient a row, as [batch, heads, q]."""
+    """The sum of output times its gradient per row, as [batch, heads, q]."""
     return jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1).swapaxes(1, 2)
 
 
 def accumulator(dtype: Any) -> Any:
-    """What sums are kept in: float32, or float64 for float64 arguments."""
+    """The dtype of sums: float32, or float64 for float64 arguments."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -140,7 +140,7 @@ def spans(first: Any, rows: int, cols: int, length: int, lower: int | None, uppe
     start = 0 if lower is None else jnp.minimum(_blocks(first + lower, cols), blocks)
     end = blocks if upper is None else jnp.clip(_blocks(last + upper + cols, cols), start, blocks)
     clear = start if lower is None else jnp.clip(_blocks(last + lower + (cols - 1), cols), start, end)
-    # Blocks behind `whole` reach over the end of the sequence.
+    # Blocks after `whole` reach past the end of the sequence.
     whole = length // cols
     clear_end = whole if upper is None else jnp.minimum(_blocks(first + upper + 1, cols), whole)
     clear_end = clear_end if lower is None and upper is None else jnp.clip(clear_end, clear, end)
@@ -148,5 +148,5 @@ def spans(first: Any, rows: int, cols: int, length: int, lower: int | None, uppe
 
 
 def _blocks(place: Array, block: int) -> Array:
-    """The block that `place` is in; 0 for places before the first."""
+    """The block that index `place` is in; 0 for indices before the first."""
     return jax.lax.div(jnp.maximum(place, 0), jnp.int32(block))

@@ -2,7 +2,7 @@
 
 One producer warpgroup feeds K and V tiles through shared memory; two or three consumer warpgroups own 64 query rows
 each. A consumer issues the scores of the next key tile before it waits for the output product of this one, and
-consumers take turns at the matrix units. `docs/hopper.md` says what each of these choices gave.
+consumers take turns at the matrix units. `docs/hopper.md` has the measured effect of each choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
-_MIN_HEAD_GROUP = 4  # So many heads are needed to keep all SMs on few of them.
+_MIN_HEAD_GROUP = 4  # Fewer heads cannot keep all SMs busy.
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLS = plgpu.Layout.WGMMA.reduce(0)
 
@@ -51,7 +51,7 @@ def flash_attention_forward(
 
     `lower` and `upper` bound `key - query`; `upper=0` is causal. With segment ids (`[B, T]`, `[B, S]`) a query sees the
     keys of its own segment only. A row that sees no key gives zeros and a log-sum-exp of +inf, so that its weights
-    vanish in the backward pass. What can be served is `mosaic_support.unsupported`'s to say; nothing is checked here.
+    vanish in the backward pass. `mosaic_support.unsupported` says which calls are supported; nothing is checked here.
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
@@ -203,7 +203,7 @@ def _kernel(
             return step + (end - start)
 
         lax.fori_loop(0, tiles, tile, jnp.int32(0))
-        # Nothing may be left unseen on a barrier when the block ends; the interpreter insists on it.
+        # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
         for free in (k_free, v_free):
             for s in range(stages):
                 plgpu.barrier_wait(free.at[s])
@@ -239,7 +239,8 @@ def _kernel(
 
         def masked(s, batch, row, col):
             cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            # Where row 0 of the strip sits, in columns of this block; the bounds are vectors, two registers a thread.
+            # The position of row 0 of the strip, in columns of this block; the bounds are vectors, two registers per
+            # thread.
             rows = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_ROWS) + (row - col)
 
             def bound(offset):
@@ -263,10 +264,9 @@ def _kernel(
             return s
 
         def softmax(s, m, l, batch, row, col, mask: bool):
-            """Returns weights, the new maximum, the new partial sums, and what the old output is to be scaled by.
+            """Returns weights, the new maximum, the new partial sums, and the scale for the old output.
 
-            The maximum is kept as the exponent that it is, rounded once: the log-sum-exp must start from the very
-            number that was subtracted.
+            The maximum is kept as a rounded exponent: the log-sum-exp must use exactly the number that was subtracted.
             """
             s = capped(s)
             if mask:
@@ -276,7 +276,7 @@ def _kernel(
             shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new
             p = jnp.exp2(s * exponent_scale - lax.broadcast_in_dim(shift, s.shape, [0]))
             alpha = jnp.exp2(m - shift)
-            # Sums stay apart per column of a quad until the end: adding across lanes is left out of the loop.
+            # Sums are kept per column of a quad until the end, so that the loop needs no additions across lanes.
             l = l * lax.broadcast_in_dim(alpha, l.shape, [0])
             for c in range(0, block_kv, 8):
                 l = l + p[:, c : c + 8]
@@ -291,7 +291,7 @@ def _kernel(
             skip = end - own_end
 
             def drain(s, _):
-                """Lets a key block pass that this warpgroup has no use for."""
+                """Waits for and releases a key block that this warpgroup does not need."""
                 slot = slot_of(step + s)
                 take_turn()
                 pass_turn()
@@ -340,8 +340,9 @@ def _kernel(
                     plgpu.barrier_arrive(k_free.at[slot])
                     p_new, m_new, l_new, alpha = softmax(scores, m, l, batch, row, (end - 1 - s) * block_kv, mask)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
-                    # Waiting for the turn here, and not just before the next products, also keeps ptxas from moving the
-                    # wait for the output product up into the softmax: it does not move it over a branch.
+                    # Waiting for the turn here, and not just before the next products, also keeps ptxas (CUDA 13.0)
+                    # from moving the wait for the output product up into the softmax: it does not move it over a
+                    # branch.
                     take_turn()
                     o_new = mma.result(o_acc)
                     plgpu.barrier_arrive(v_free.at[last_slot])

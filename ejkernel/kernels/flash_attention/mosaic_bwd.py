@@ -1,9 +1,9 @@
 """Flash attention for Hopper: the backward pass.
 
-One kernel computes all three gradients with five products a tile. A block owns a tile of keys, keeps its dK and dV in
+One kernel computes all three gradients with five products per tile. A block owns a tile of keys, keeps its dK and dV in
 registers and runs over the queries of every head that shares the keys. Scores are computed transposed, keys by
-queries. dQ is added up in float32 in global memory (`mosaic_dq.py`). How the consumer warpgroups share out a tile is
-theirs to say: `mosaic_bwd_keys.py`, `mosaic_bwd_columns.py`.
+queries. dQ is added up in float32 in global memory (`mosaic_dq.py`). `mosaic_bwd_keys.py` and `mosaic_bwd_columns.py`
+divide a tile among the consumer warpgroups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ejkernel.kernels.hopper.cluster import shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled
 from ejkernel.kernels.hopper.wgmma import MatrixUnit
 
-_L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads in work.
+_L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads that are being computed.
 _LOST = 2.0**-12  # Errors of the log-sum-exp below this are hidden by the rounding of weights to 16 bits.
 
 
@@ -59,7 +59,7 @@ def flash_attention_backward(
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
     group = heads // kv_heads
-    # The interpreter has no reductions: there one block at a time may run.
+    # The interpreter (JAX 0.11 on) has no reductions, so only one block may run at a time.
     cfg = cfg or default_backward(head_dim, full=is_full(q_len, kv_len, lower, upper) and not interpret)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
@@ -82,7 +82,7 @@ def flash_attention_backward(
             padded(q_segment_ids.astype(jnp.int32), whole, -1),
             padded(kv_segment_ids.astype(jnp.int32), math.lcm(cfg.block_kv * cfg.cluster, cfg.dq_block_kv), -2),
         )
-    # dQ is shared out among the warpgroups by query rows where there are enough of them, else by columns.
+    # dQ is divided among the warpgroups by query rows if there are enough of them, else by columns.
     dq_cols = head_dim if cfg.block_q > WGMMA_ROWS else head_dim // cfg.consumers
     total: QueryGradient | None = None
     in_place: tuple[Any, ...] = ()
@@ -195,7 +195,7 @@ def _kernel(
             return step + at.steps
 
         lax.fori_loop(0, walk.tiles, tile, jnp.int32(0))
-        # Nothing may be left unseen on a barrier when the block ends; the interpreter insists on it.
+        # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
         plgpu.barrier_wait(mem.kv_free)
         for slot in range(cfg.stages):
             plgpu.barrier_wait(mem.q_free.at[slot])

@@ -1,12 +1,13 @@
-"""Consumers of the backward kernel that share out a tile by columns of dK and dV: 64 keys, half the columns each.
+"""Consumers of the backward kernel that divide a tile by columns of dK and dV: 64 keys, half the columns each.
 
-For head dims whose dK and dV of 64 keys do not fit one warpgroup. Scores are shared out by queries; weights and their
-gradient go through shared memory to the others. Products with those of one step run while the next scores are made:
+For head dims whose dK and dV of 64 keys do not fit one warpgroup. Scores are divided by queries; weights and their
+gradient go through shared memory to the other consumers. The products of one step run while the next scores are
+computed:
 
 1. issue dV and dK of the step before, then the scores of this step and the gradient of the weights;
-2. when dV and dK are there, give the queries' memory back; compute and store weights and gradient.
+2. when dV and dK are finished, release the queries' memory; compute and store weights and gradient.
 
-dQ has a kernel of its own (`mosaic_bwd_queries.py`): with 64 keys a tile there would be twice as much to add up in
+dQ has a separate kernel (`mosaic_bwd_queries.py`): with 64 keys per tile there would be twice as much to add up in
 memory as with 128, and that alone took longer than two more products.
 """
 
@@ -71,7 +72,8 @@ def consume(
                 held = meanwhile()
                 s = mma.result(s_acc, in_flight=1)
                 p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.batch, at.col, row)
-                # Waiting here also keeps ptxas from moving the wait for the product up, over the exponentials.
+                # Waiting here also keeps ptxas (CUDA 13.0) from moving the wait for the product up, over the
+                # exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])
                 p = scores.restored(p, at.batch, head, row)
                 store_columns(mem.p_smem.at[buffer], wg, p.astype(dtype), interpret=mma.interpret)
@@ -84,7 +86,7 @@ def consume(
             return mma.scoped(body, (WGMMA_ROWS, queries), (WGMMA_ROWS, queries))
 
         def add_keys(n, carry: tuple[jax.Array, jax.Array], then: Callable[[Callable[[int], Any]], Any]):
-            """Adds step `n` to dK and dV; `then` says how many products it issued before it wants the sums."""
+            """Adds step `n` to dK and dV; `then` returns how many products it issued before the sums are needed."""
             slot, buffer = walk.slot(step + n), buffer_of(n)
             plgpu.barrier_wait(mem.ds_full.at[buffer])
 
@@ -114,7 +116,7 @@ def consume(
         make_scores(jnp.int32(0), lambda: ())
         carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
         dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
-        # The gradients leave through the memory of K and V, once nobody reads it and then once both halves are there.
+        # The gradients are stored through the memory of K and V, after its last read and after both halves are written.
         meet()
         v_tile.at[:, own_cols][...] = dv.astype(dtype)
         k_tile.at[:, own_cols][...] = (dk * scores.scale).astype(dtype)

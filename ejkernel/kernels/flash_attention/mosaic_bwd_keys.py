@@ -1,6 +1,6 @@
-"""Consumers of the backward kernel that share out a tile by keys: 64 each, with all columns of their dK and dV.
+"""Consumers of the backward kernel that divide a tile by keys: 64 each, with all columns of their dK and dV.
 
-Weights and their gradient are then left operands of dV and dK straight from registers. Only dQ wants the gradient of
+Weights and their gradient are then left operands of dV and dK straight from registers. Only dQ needs the gradient of
 all keys: it goes through shared memory, and each warpgroup computes its share of dQ and adds it to the sum.
 """
 
@@ -105,7 +105,7 @@ def consume(
 
         zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
         dk, dv = lax.fori_loop(0, at.steps, advance, (zeros, zeros))
-        # The gradients leave through the memory of K and V; the others may still be reading K.
+        # The gradients are stored through the memory of K and V; other warpgroups may still be reading K.
         plgpu.barrier_arrive(mem.tile_done)
         v_tile[...] = dv.astype(dtype)
         plgpu.barrier_wait(mem.tile_done)

@@ -1,8 +1,8 @@
-"""The backward kernel's second half where dQ does not fit into the first: a kernel that computes dQ alone.
+"""The second backward kernel, for dQ where it does not fit into the first.
 
-It computes scores and their gradient again, 64 queries a warpgroup, and runs over the keys as the forward kernel does:
-dQ stays in registers, and nothing is added up in memory. Warpgroups do not wait for each other: the exponentials of
-one run under the products of another. Pairs of blocks may share the loads of K and V.
+It computes scores and their gradient again, 64 queries per warpgroup, and runs over the keys as the forward kernel
+does: dQ stays in registers, and nothing is added up in memory. Warpgroups do not wait for each other: the exponentials
+  of one overlap the products of another. Pairs of blocks may share the loads of K and V.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _kernel(
             return step + count
 
         lax.fori_loop(0, table_ref[block, 0], tile, jnp.int32(0))
-        # Nothing may be left unseen on a barrier when the block ends; the interpreter insists on it.
+        # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
         for free in (mem.k_free, mem.v_free, mem.q_free):
             for slot in range(free.shape[0]):
                 plgpu.barrier_wait(free.at[slot])
@@ -203,7 +203,7 @@ def _kernel(
 
             zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
             dq = lax.fori_loop(0, count, advance, zeros)
-            # The gradient leaves through the memory of Q.
+            # The gradient is stored through the memory of Q.
             q_tile[...] = (dq * scale).astype(dq_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[batch, rows, head])

@@ -1,8 +1,8 @@
 """Where dQ is summed up: float32 in global memory, to which every block of keys adds its part.
 
-Two ways. `bulk`: the part goes to shared memory and the copy engine adds it. `registers`: vector reductions straight
-from registers, which need no shared memory and no barriers, but want 16 bytes a thread side by side; so the buffer
-keeps the order the matrix units leave in registers, and a small second kernel brings dQ into its real layout, scales
+There are two ways. `bulk`: the part goes to shared memory and the copy engine adds it. `registers`: vector reductions
+straight from registers, which need no shared memory and no barriers, but need 16 adjacent bytes per thread; so the
+buffer keeps the register order of the matrix units, and a small second kernel brings dQ into its real layout, scales
 and rounds it. Which is faster depends on the head dim: `docs/hopper.md`.
 """
 
@@ -26,7 +26,7 @@ from ejkernel.kernels.hopper.chip import WARPGROUP, WGMMA_ROWS
 from ejkernel.kernels.hopper.launch import swizzled
 from ejkernel.kernels.hopper.wgmma import inline_mgpu
 
-_BYTES = 16  # What a thread reduces at a time: two neighbours of one row, and the two 8 rows below.
+_BYTES = 16  # What a thread reduces at a time: two adjacent elements of a row, and the two that are 8 rows below.
 _SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
@@ -68,7 +68,7 @@ class QueryGradient:
         return ref.at[batch, head, pl.ds(row, WGMMA_ROWS), pl.ds(wg * self.cols, self.cols)]
 
     def add(self, piece: Any, value: jax.Array, staging: Any) -> None:
-        """Adds `value` to a piece of the sum. In the interpreter one block at a time may run: it has no reductions."""
+        """Adds `value` to a piece of the sum. The interpreter has no reductions: only one block may run at a time."""
         if self.interpret:
             piece[...] = piece[...] + value
             return

@@ -14,10 +14,10 @@ _TILE_OVERHEAD_STEPS = 1.0  # What starting and finishing a tile costs, in key s
 def tile_table(*, heads: int, steps: tuple[int, ...], blocks: int, head_group: int, persistent: bool) -> np.ndarray:
     """Returns an int32 table: row `i` holds the number of tiles of block `i`, then the tiles.
 
-    A tile is numbered `head * len(steps) + row`, where `steps[row]` is how many key steps it takes. Tiles are
-    handed out in groups of heads (so that their keys stay in the L2 cache) and longest first inside a group.
-    A persistent block takes the next tile as soon as it would be free, which is decided here and not by a counter
-    in memory: the result does not depend on timing.
+    A tile is numbered `head * len(steps) + row`, where `steps[row]` is how many key steps it takes. Tiles are assigned
+    in groups of heads (so that their keys stay in the L2 cache) and longest first inside a group. The next tile goes to
+    the block that would be free first. This is computed here, not by a counter in memory, so the result does not depend
+    on timing.
     """
     rows = sorted(range(len(steps)), key=lambda row: -steps[row])
     order = [

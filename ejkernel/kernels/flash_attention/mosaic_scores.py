@@ -24,8 +24,8 @@ _VECTORS = (plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0))  # Along
 class Scores:
     """How scores become weights: scale, cap and masks.
 
-    `query_axis` says where a tile has its queries, `ragged` whether a tile may reach past the last key, `rest` what
-    rounding took from the log-sum-exp, if that matters.
+    `query_axis` is the axis of a tile's queries, `ragged` whether a tile may reach past the last key, `rest` the
+    rounding error of the log-sum-exp, if that matters.
     """
 
     band: Band
@@ -41,7 +41,7 @@ class Scores:
         return load_with_layout(ref, layout=_VECTORS[self.query_axis], optimized=optimized)
 
     def weights(self, s: jax.Array, lse: jax.Array, batch: Any, col: Any, row: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights of a tile from key `col` and query `row` on, and what `gradient` wants to know."""
+        """Returns the weights of a tile from key `col` and query `row` on, and what `gradient` needs."""
         t = s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
         capped = t if self.soft_cap is None else self.soft_cap * t
         if self.segments:
@@ -73,7 +73,8 @@ class Scores:
     def _masked(self, s: jax.Array, batch: Any, col: Any, row: Any) -> jax.Array:
         columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         rows = plgpu.broadcasted_iota(jnp.int32, s.shape[:1], 0, layout=_VECTORS[0])
-        # Bounds of the columns are vectors along the rows, two registers a thread: a matrix of differences is not.
+        # Bounds of the columns are vectors along the rows, two registers per thread; a matrix of differences would need
+        # more.
         rows = rows + (col - row if self.query_axis else row - col)
         for offset, is_upper in ((self.band.upper, True), (self.band.lower, False)):
             if offset is not None:
@@ -97,7 +98,7 @@ class Scores:
         return s
 
     def _cuts(self, col: Any, row: Any, shape: tuple[int, ...]) -> Any:
-        """Says whether an edge of the band, or the end of the keys, runs through the tile."""
+        """Returns whether an edge of the band, or the end of the keys, runs through the tile."""
         keys, queries = shape[self._key_axis], shape[self.query_axis]
         cut = jnp.bool_(False)
         if self.band.upper is not None:
@@ -110,7 +111,7 @@ class Scores:
 
 
 def with_or_without_rest(consume: Callable[[Scores], None], scores: Scores, rest_ref: Any, lost_ref: Any) -> None:
-    """Calls `consume` in one of two copies of it: weights of usual size cost no instruction and no register more."""
+    """Compiles `consume` twice and runs one copy, so that rows of usual size need no more instructions or registers."""
     lost = lost_ref[0] != 0
     pl.when(lost)(lambda: consume(dataclasses.replace(scores, rest=rest_ref)))
     pl.when(jnp.logical_not(lost))(lambda: consume(scores))

@@ -1,4 +1,4 @@
-"""Where a block of the backward kernel is: its tiles of keys, and the queries it runs over for each."""
+"""The loop of a block of the backward kernel: its tiles of keys, and the queries for each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Walk:
-    """The tiles of the running block, as the table has them."""
+    """The tiles of the running block, read from the table."""
 
     table: Any
     band: Band

@@ -1,7 +1,7 @@
 """Flash attention for TPUs, in Pallas.
 
 The grid's last axis runs over the blocks of the other side, one after the other, with sums in scratch memory. Blocks
-that the mask leaves out are neither computed nor fetched: their index is that of a block that is there already.
+that the mask leaves out are neither computed nor fetched: their index is that of a block that is already loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZES = (256, 512, 1024)
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-    """Why this implementation cannot serve a call; None if it can."""
+    """Why this backend cannot serve a call; None if it can."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     if 0 in (query.size, key.size, value.size):
         return "this kernel takes no empty arrays"
@@ -52,7 +52,7 @@ def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
 
 
 def _fitted(block: int, length: int) -> int:
-    """`block` in whole lanes, or less where the sequence is shorter."""
+    """`block` in whole lanes, or less if the sequence is shorter."""
     whole = lambda n: -(-n // LANES) * LANES
     return min(whole(block), whole(max(length, 1)))
 
@@ -267,7 +267,7 @@ class _Cut:
         return found
 
     def scores(self, refs: Any, head: Any, i: Any, j: Any) -> tuple[Any, Any, Any]:
-        """Logits of a tile, the slope of the soft cap, and what drops weights."""
+        """Logits of a tile, the slope of the soft cap, and the function that drops weights."""
         rows, cols = tile.places(i * self.rows, self.rows, 0), tile.places(j * self.cols, self.cols, 1)
         ids = (refs["q_ids"][...], refs["kv_ids"][...]) if "q_ids" in refs else None
         seen = tile.seen(rows, cols, self.kv_len, ids, self.rules)
@@ -282,7 +282,7 @@ class _Cut:
         return (j >= spans.start) & (j < spans.end)
 
     def _held(self, block: Any, spans: masks.Spans) -> Any:
-        """The block to fetch: one that is needed."""
+        """The block to fetch: always one that is needed."""
         return jnp.maximum(jnp.minimum(jnp.maximum(block, spans.start), spans.end - 1), 0)
 
     def _key_spans(self, i: Any) -> masks.Spans:

@@ -1,4 +1,4 @@
-"""Attention as the textbook has it: all scores at once, softmax in float32. The truth that others are compared with."""
+"""The plain formulation of attention: all scores at once, softmax in float32. Other backends are compared with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SCORES = 1 << 28
 
 
 class ReferenceTooLargeError(EjkernelError, NotImplementedError):
-    """A call's scores do not fit; every other implementation needs memory for the sequence only."""
+    """A call's scores do not fit; the memory of every other backend is linear in the sequence."""
 
 
 def too_large(query: Array, key: Array) -> str | None:
@@ -49,7 +49,7 @@ def _attention(query: Array, key: Array, value: Array, extras: Extras, rules: Ru
     kv_len, kv_heads = key.shape[1:3]
     dtype = masks.accumulator(query.dtype)
     key, value = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (key, value))
-    # Not in the arguments' own precision: it is the truth also for those who round.
+    # Not in the arguments' own precision: backends that round are compared with it too.
     product = partial(jnp.einsum, precision=rules.precision or jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
     s = product("bqhd,bkhd->bhqk", query.astype(dtype), key.astype(dtype)) * rules.scale
     s = s.astype(rules.logits_dtype).astype(dtype)
@@ -80,7 +80,7 @@ def _attention(query: Array, key: Array, value: Array, extras: Extras, rules: Ru
 
 
 def _seen(rows: Array, cols: Array, extras: Extras, rules: Rules) -> Array | None:
-    """[batch or 1, heads or 1, q, kv]: who sees whom."""
+    """[batch or 1, heads or 1, q, kv]: which queries see which keys."""
     if extras.q_positions is not None:
         rows, cols = extras.q_positions[:, None, :, None], extras.kv_positions[:, None, None, :]
     seen = masks.may_see(rows, cols, rules)
@@ -94,7 +94,7 @@ def _seen(rows: Array, cols: Array, extras: Extras, rules: Rules) -> Array | Non
 
 @partial(jax.jit, static_argnames="rules")
 def tiled(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
-    """Like the reference, with memory for the sequence only: XLA tiles, everything in float32."""
+    """Like the reference, with memory linear in the sequence: XLA tiles, everything in float32."""
     rules = replace(rules, precision=rules.precision or jax.lax.Precision.HIGHEST)
     wide = lambda x: None if x is None else x.astype(masks.accumulator(x.dtype))
 

@@ -45,7 +45,7 @@ def scores(q: Any, k: Any, seen: Any, rules: Rules) -> tuple[Any, Any]:
 
 
 def seen(rows: Any, cols: Any, kv_len: int, segments: tuple[Any, Any] | None, rules: Rules) -> Any:
-    """Who sees whom in a tile; `rows` is a column and `cols` a row of places."""
+    """Which queries see which keys in a tile; `rows` is a column and `cols` a row of indices."""
     found = cols < kv_len
     inside = masks.may_see(rows, cols, rules)
     found = found if inside is None else found & inside
@@ -78,7 +78,7 @@ def weights(s: Any, slope: Any, lse: Any, delta: Any, dout: Any, v: Any, drop: A
 
 
 def dropper(seed: Any, head: Any, rows: Any, cols: Any, rules: Rules) -> Callable[[Any], Any]:
-    """What drops weights of a tile; nothing if the call has no dropout."""
+    """The function that drops weights of a tile; it does nothing if the call has no dropout."""
     prob = rules.dropout_prob
     if not prob:
         return lambda x: x

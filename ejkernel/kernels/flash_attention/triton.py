@@ -1,8 +1,8 @@
-"""Flash attention for NVIDIA GPUs from Ampere on, in Pallas' Triton dialect.
+"""Flash attention for NVIDIA GPUs, Ampere or newer, in Pallas' Triton dialect.
 
 One program owns a block of queries (forward, dQ) or of keys (dK and dV) and runs over the blocks of the other side that
-the mask leaves. Pallas' dialect rather than jax-triton: the releases of the latter that install beside Triton 3.6 and
-those that install beside JAX 0.12 are different ones, and Pallas runs in an interpreter on a CPU.
+the mask does not exclude. It uses Pallas' dialect rather than jax-triton: no release of jax-triton installs beside both
+Triton 3.6 and JAX 0.12, and Pallas runs in an interpreter on a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-    """Why this implementation cannot serve a call; None if it can."""
+    """Why this backend cannot serve a call; None if it can."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     if max(query.shape[3], value.shape[3]) > 256:
         return f"head dims must be at most 256, got {query.shape[3]} and {value.shape[3]}"
@@ -35,7 +35,7 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
 
 
 def default_forward(head_dim: int) -> FwdParams:
-    """The tile to use untuned."""
+    """The tile of an untuned call."""
     if head_dim <= 64:
         return FwdParams(q_blocksize=128, kv_blocksize=64, num_warps=4, num_stages=3)
     if head_dim <= 128:
@@ -44,7 +44,7 @@ def default_forward(head_dim: int) -> FwdParams:
 
 
 def default_backward(head_dim: int) -> BwdParams:
-    """The tile to use untuned."""
+    """The tile of an untuned call."""
     block = 64 if head_dim <= 128 else 32
     return BwdParams(q_blocksize=block, kv_blocksize=block, num_warps=4, num_stages=2)
 
@@ -260,7 +260,7 @@ class _Cut:
         params = plgpu.CompilerParams(num_warps=self.params.num_warps or 4, num_stages=self.params.num_stages or 2)
         return {"interpret": interpret, "compiler_params": params}
 
-    # --- Specs: the grid is (block, head, batch); a group's heads lie side by side ---
+    # --- Specs: the grid is (block, head, batch); a group's heads are adjacent ---
 
     def per_query(self, dim: int | None = None) -> pl.BlockSpec:
         tail = () if dim is None else (dim,)
@@ -304,7 +304,7 @@ class _Cut:
         return masks.spans(i * self.rows, self.rows, self.cols, self.kv_len, rules.lower, rules.upper)
 
     def query_spans(self, j: Any) -> masks.Spans:
-        """The same bounds from the other side; padding needs no mask: its keys are zeros, its rows have no weights."""
+        """The same bounds for a block of keys; padding needs no mask: its keys are zeros, its rows have no weights."""
         lower, upper = self.rules.lower, self.rules.upper
         other = None if upper is None else -upper, None if lower is None else -lower
         return masks.spans(j * self.cols, self.cols, self.rows, self.q_length, *other)

@@ -1,7 +1,7 @@
 """Flash attention in plain XLA: tiles with an online softmax, memory linear in the sequence, on every device.
 
-All heads of the batch go through a tile together. Tiles that the causal or window bounds leave out are never touched,
-and those that no bound cuts are not masked. Tiles between different segments are skipped while running.
+All heads of the batch go through a tile together. Tiles that the causal or window bounds exclude are never computed,
+and those that no bound cuts are not masked. Tiles between different segments are skipped at run time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def known(size: Any) -> int:
 
 
 def fitted(block: int, length: int) -> int:
-    """`block`, or less where the sequence is shorter; a multiple of 16."""
+    """`block`, or less if the sequence is shorter; a multiple of 16."""
     return max(16, min(block, -(-length // 16) * 16))
 
 
@@ -57,7 +57,7 @@ def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
 
 
 def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
-    """Tiles for all heads at once: none so large that a handful of them would not fit a cache, few small ones."""
+    """Tiles for all heads at once: a handful of them must fit a cache, and there are few small ones."""
     (batch, q_len, heads, _), kv_len = inv.args[0].shape, inv.args[1].shape[1]
     many = known(batch * heads)
     sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
@@ -198,7 +198,7 @@ class _Tiles:
                 return None
             split = (kv_heads, heads // kv_heads) if x.shape[1] > 1 else (1, 1)
             x = x.reshape(x.shape[0], *split, *x.shape[2:])
-            # An axis of 1 counts for all; one of 0 is that of a call without queries or keys.
+            # An axis of 1 broadcasts; one of 0 is from a call without queries or keys.
             x = x if x.shape[3] == 1 else _padded(x, 3, rows)
             return x if x.shape[4] == 1 else _padded(x, 4, cols)
 
@@ -251,7 +251,7 @@ class _Tiles:
         return x.reshape(*self.q.shape[:3], *x.shape[2:])
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
-        """What a loop starts from; inside shard_map it varies like what is added to it."""
+        """The start value of a loop; inside shard_map it varies over the same axes as what is added to it."""
         zeros = jnp.full(shape, fill, self.dtype)
         arrays = [x for x in (self.q, self.k, self.v, self.bias, *self.extras) if x is not None]
         return vary(zeros, axes_of(arrays))
@@ -264,7 +264,7 @@ class _Tiles:
             return o, m, l
         aux = self.extras.softmax_aux.astype(self.dtype).reshape(*shape[1:3], 1, -1)
         top = aux.max(axis=-1)
-        finite = jnp.where(jnp.isneginf(top), 0.0, top)  # A sink of -inf is none.
+        finite = jnp.where(jnp.isneginf(top), 0.0, top)  # A sink of -inf does not count.
         return o, jnp.maximum(m, top), l + jnp.exp(aux - finite[..., None]).sum(axis=-1)
 
     # --- Scores of one tile ---
@@ -355,7 +355,7 @@ class _Tiles:
     def over_queries(self, j: Array, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
         """Runs `step(i, carry, masked)` over the blocks of queries that see a block of keys."""
         lower, upper = self.rules.lower, self.rules.upper
-        # The same bounds from the other side.
+        # The same bounds for a block of keys.
         other = None if upper is None else -upper, None if lower is None else -lower
         spans = masks.spans(j * self.cols, self.cols, self.rows, self.q_blocks * self.rows, *other)
         return self._over(spans, step, lambda i: self._share(i, j), carry)

@@ -1,1 +1,1 @@
-"""Backends of grouped products: rows of each group are multiplied with weights of their own."""
+"""Backends of grouped products: the rows of each group are multiplied with the weights of the group."""

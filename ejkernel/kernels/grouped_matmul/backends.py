@@ -1,4 +1,4 @@
-"""The implementations of the grouped product and of the gradient of its weights, as backends of two operations."""
+"""The backends of two operations: the grouped product, and the gradient of its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HERE = "ejkernel.kernels.grouped_matmul"
 
 @dataclass(frozen=True)
 class _Functions:
-    """What the base asks of a backend.
+    """What `Backend` needs of an implementation.
 
     Attributes:
       module: The module that holds the kernel; it is imported when it is first needed.
@@ -40,7 +40,7 @@ class _Functions:
 
     @property
     def __name__(self) -> str:
-        """The name of the module, whose code counts as the operation's own."""
+        """The name of the module; its code is part of the operation's source hash."""
         return self.module
 
     @property
@@ -48,7 +48,7 @@ class _Functions:
         return importlib.import_module(self.module)
 
     def problem(self, inv: Invocation[Any, Any]) -> Problem:
-        """What a call is about."""
+        """The sizes and dtypes of a call."""
         raise NotImplementedError
 
     def unsupported(self, inv: Invocation[Any, Any], *, backward: bool) -> str | None:
@@ -61,7 +61,7 @@ class _Functions:
 
 
 class _Product(_Functions):
-    """The forward; of a call that is transposed, dlhs too."""
+    """The forward; with transposed weights it also computes dlhs."""
 
     def problem(self, inv: Invocation[Any, Any]) -> Problem:
         """Of lhs and rhs."""
@@ -69,7 +69,7 @@ class _Product(_Functions):
         return problem.product(lhs, rhs, transpose_rhs=inv.kwargs["transpose_rhs"], out_dtype=inv.kwargs["out_dtype"])
 
     def run(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, *, params: Any, **options: Any) -> Array:
-        """Rows of the groups at hand times their weights, zeros elsewhere."""
+        """Rows of the local groups times their weights, zeros elsewhere."""
         local = local_groups(sizes, offset, rhs.shape[0])
         return self._kernels.forward(lhs, rhs, local.sizes, first_row=local.first_row, cfg=params, **options)
 
@@ -85,7 +85,7 @@ class _Contraction(_Functions):
     def run(
         self, lhs: Array, dout: Array, sizes: Array, offset: Any, *, params: Any, groups: int, **options: Any
     ) -> Array:
-        """For each group at hand its rows of lhs, transposed, times those of dout."""
+        """For each local group its rows of lhs, transposed, times its rows of dout."""
         local = local_groups(sizes, offset, groups)
         return self._kernels.drhs(lhs, dout, local.sizes, first_row=local.first_row, cfg=params, **options)
 

@@ -20,7 +20,7 @@ from ejkernel.kernels.hopper.chip import (
 
 STEP = 64  # Elements of the contraction in one step: one swizzle of 16-bit elements.
 ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
-_SPARE_REGISTERS = 40  # Addresses, counters, what an epilogue holds beside the accumulator.
+_SPARE_REGISTERS = 40  # For addresses, counters, and what an epilogue holds beside the accumulator.
 
 Split = Literal["rows", "columns"]
 Halves = Literal["no", "near", "late"]
@@ -29,17 +29,17 @@ Order = Literal["as given", "large first"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Tile:
-    """What the forward kernel and that of drhs share.
+    """Fields that the forward kernel and the drhs kernel share.
 
     Attributes:
       consumers: Warpgroups that compute.
       rows: Rows of the result that a consumer owns: 64, or 128 in two products.
       block_n: Columns of a block's tile.
-      split: What consumers share out: `rows` of a tile, or its `columns`.
+      split: How consumers divide a tile: by `rows` or by `columns`.
       stages: Steps of 64 in flight.
       cluster: Blocks that load together.
-      band: Tiles of rows that are walked before the next tile of columns, for the sake of the L2 cache.
-      store_columns: Columns that leave at once through shared memory.
+      band: Tiles of rows that are computed before the next tile of columns, so that they stay in the L2 cache.
+      store_columns: Columns that are stored at once through shared memory.
       store_slots: Such pieces of memory for each consumer.
       lag: Steps that the first consumer is ahead of the others, so that one computes while another stores.
     """
@@ -83,7 +83,7 @@ class _Tile:
         return self.rows // WGMMA_ROWS * self.columns // 2 + _SPARE_REGISTERS
 
     def unfit(self, out_bytes: int = 2) -> str | None:
-        """Says why this config cannot run with results of `out_bytes` an element, or `None` if it can."""
+        """Says why this config cannot run with results of `out_bytes` per element, or `None` if it can."""
         piece = 128 // out_bytes
         if self.consumers not in (1, 2, 3):
             return f"consumers must be 1, 2 or 3, got {self.consumers}"
@@ -107,9 +107,9 @@ class MosaicConfig(_Tile):
     """One way to run the forward kernel; rows are those of lhs, columns those of the result.
 
     Attributes:
-      halves: Whether a last tile of which no more than half has rows, and which costs half as much, is done apart from
-        its group's others: right after them (`near`), or after all other groups (`late`), which evens out the work of
-        the SMs best, but reads the weights again. `no` reads the weights least often.
+      halves: When to compute the last tile of a group if at most half of it has rows, so that it costs half as much:
+        right after the group's other tiles (`near`), or after all other groups (`late`), which balances the work of the
+        SMs best, but reads the weights again. `no` treats it like the others and reads the weights least often.
       order: Which groups come first. `large first` gives SMs equal work; in the order given, groups that wait for
         memory and groups that wait for products run side by side.
     """
@@ -140,7 +140,7 @@ def space(problem: Problem) -> list[MosaicConfig]:
     tiles += [
         dataclasses.replace(cfg, halves=halves, order=order) for halves, order in ways for cfg in _shapes(MosaicConfig)
     ]
-    # Deep rings before large stores where a tile has few steps to hide its loads under.
+    # Many stages are better than large stores if a tile has few steps that could hide its loads.
     stores = (True, False) if problem.k >= 4096 else (False, True)
     fits = [_deepest(cfg, out_bytes, whole) for whole in stores for cfg in tiles]
     return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))

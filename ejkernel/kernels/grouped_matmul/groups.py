@@ -1,4 +1,4 @@
-"""Which rows belong to which group, for all implementations."""
+"""Which rows belong to which group, for all backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Local:
-    """The groups that the weights at hand are for.
+    """The groups whose weights are on this device.
 
     Attributes:
       sizes: Rows of each of them.
@@ -31,7 +31,7 @@ def local_groups(group_sizes: Array, group_offset: Array | int | None, count: in
         return Local(sizes, None)
     offset = jnp.asarray(group_offset, jnp.int32).reshape(())
     before = jnp.where(jnp.arange(sizes.shape[0]) < offset, sizes, 0).sum(dtype=jnp.int32)
-    # Padded, so that a slice never begins earlier than it should; groups that are not there have no rows.
+    # Padded, because a slice past the end would begin earlier; groups that do not exist have no rows.
     padded = jnp.pad(sizes, (0, count))
     return Local(lax.dynamic_slice(padded, (offset,), (count,)), before)
 

@@ -1,8 +1,9 @@
-"""Grouped products for Hopper: the forward pass, which is dlhs's too.
+"""Grouped products for Hopper: the forward pass, which also computes dlhs.
 
-Persistent blocks walk a list of tiles made on the device. One producer warpgroup loads tiles of both operands into a
-ring of shared memory, consumers own a part of the tile each; loads of the next tile run under the store of this one.
-A consumer whose rows all belong to other groups computes nothing. `docs/hopper.md` says what each choice gave.
+Persistent blocks go through a list of tiles that is made on the device. One producer warpgroup loads tiles of both
+operands into a ring of shared memory, consumers own a part of the tile each; loads of the next tile overlap the store
+of this one. A consumer whose rows all belong to other groups computes nothing. `docs/hopper_grouped_matmul.md` has the
+measured effect of each choice.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def forward(
 
 
 def staging(cfg: Any, dtype: Any) -> Any:
-    """Returns the shared memory that stores go through."""
+    """Returns the shared memory for stores."""
     columns = 128 // jnp.dtype(dtype).itemsize
     shape = (cfg.consumers, cfg.store_slots, WGMMA_ROWS, cfg.store_columns)
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
@@ -104,7 +105,7 @@ def store(
 ) -> None:
     """Stores a consumer's part of a tile through its shared memory, piece by piece.
 
-    What lies past the end of `out_ref` is left out, as are rows that are not in `keep`, a first row and an end.
+    Skips what lies past the end of `out_ref`, and rows outside `keep`, a first row and an end.
     """
     pieces = [(r, c) for r in range(0, value.shape[0], WGMMA_ROWS) for c in range(0, value.shape[1], cfg.store_columns)]
     width = out_ref.shape[-1]
@@ -124,13 +125,13 @@ def store(
         if width > cfg.store_columns:
             plgpu.copy_smem_to_gmem(tile, at)
         else:
-            # Of an array that is one tile of memory wide, Mosaic GPU forgets which column was asked for.
+            # If an array is one tile of memory wide, Mosaic GPU (seen with JAX 0.11.2) ignores the column index.
             pl.when(column < width)(lambda: plgpu.copy_smem_to_gmem(tile, at))
 
     def copy_kept(tile, row, column):
         copy_rows(tile, out_ref, row, column, *keep, interpret=interpret)
 
-    # Pieces that are not left to the copy engine do not count as in flight, so all others are waited for.
+    # Pieces that the copy engine does not store do not count as in flight, so this waits for all others.
     in_flight = cfg.store_slots - 1 if width > cfg.store_columns else 0
     if keep is None:
         each(copy_whole, in_flight)
@@ -169,7 +170,7 @@ def _kernel(
         return lax.rem(step, jnp.int32(cfg.stages))
 
     def fetch(i):
-        """Reads the table's row for this block's item `i`; not used before a tile later, it costs no time."""
+        """Reads the table's row for this block's item `i`; it is used one tile later, so the load costs no time."""
         return tuple(ref[jnp.minimum(block + i * blocks, last_item)] for ref in table_refs)
 
     def decode(i, fields):
@@ -219,7 +220,7 @@ def _kernel(
             lax.fori_loop(0, loads, load, None)
 
         walk(mine, fetch, decode, tile)
-        # Nothing may be left unseen on a barrier when the block ends, nor may a block end that others still send to.
+        # All barrier arrivals must be waited for before a block ends, and so must data that other blocks still send.
         for s in range(cfg.stages):
             plgpu.barrier_wait(free.at[s])
 
@@ -273,9 +274,10 @@ def _kernel(
 
 
 def walk(mine: Any, fetch: Any, decode: Any, tile: Any) -> Any:
-    """Has a warpgroup do the block's items, and returns the number of steps.
+    """Runs a warpgroup over the block's items, and returns the number of steps.
 
-    `fetch(i)` reads what `decode(i, ...)` makes an item and its number of steps of; it is called an item ahead.
+    `fetch(i)` reads from memory, one item ahead; `decode(i, ...)` turns what it read into an item and its number of
+    steps.
     """
 
     def one(i, carry):
@@ -300,7 +302,7 @@ def multiply(
     free: Any,
     prepare: Any = lambda s, slot: None,
 ) -> Array:
-    """Sums the products of `steps` steps from `step` on; a step's memory is given back while the next one's runs."""
+    """Sums the products of `steps` steps from `step` on; a step's memory is released while the next one runs."""
 
     def body(acc):
         def product(s):
@@ -329,7 +331,7 @@ def multiply(
 
 
 def follow(cfg: Any, wg: Any, ahead: Any) -> None:
-    """Has other consumers than the first wait for it."""
+    """Makes the other consumers wait for the first."""
     if cfg.lag:
         pl.when(wg > 0)(lambda: plgpu.barrier_wait(ahead))
 
@@ -341,6 +343,6 @@ def lead(cfg: Any, wg: Any, ahead: Any, step: Any) -> None:
 
 
 def lead_out(cfg: Any, wg: Any, ahead: Any, done: Any) -> None:
-    """Lets the others begin if there were too few steps."""
+    """Lets the others begin if there were too few steps for `lead`."""
     if cfg.lag:
         pl.when((wg == 0) & (done <= cfg.lag))(lambda: plgpu.barrier_arrive(ahead))

@@ -1,8 +1,8 @@
 """Grouped products for Hopper: the gradient of the weights, whose contraction is over the rows of a group.
 
-Blocks walk the tiles of all groups, those of the largest first: then tiles of about equal length run at a time. Rows of
-neighbouring groups in the first and the last step of a group are made zeros in shared memory, in both operands: zero
-times something that is not finite would not be zero.
+Blocks go through the tiles of all groups, those of the largest first, so that tiles of similar length run at the same
+time. Rows of neighbouring groups in the first and the last step of a group are made zeros in shared memory, in both
+operands: zero times infinity or NaN is not zero.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _kernel(
         return lax.rem(step, jnp.int32(cfg.stages))
 
     def fetch(i):
-        """Reads which group this block's item `i` belongs to; not used before a tile later, it costs no time."""
+        """Reads the group of this block's item `i`; it is used one tile later, so the load costs no time."""
         rank = jnp.minimum(lax.div(block + i * blocks, jnp.int32(per_group)), groups - 1)
         return group_ref[rank], start_ref[rank], end_ref[rank]
 
@@ -161,7 +161,7 @@ def _kernel(
             return a_smem.at[slot].transpose((1, 0)), b_smem.at[slot, :, pl.ds(wg * cfg.columns, cfg.columns)]
 
         def mask(slot, first, last):
-            """Makes rows before `first` and from `last` on zeros: each its own part, the first one what all read."""
+            """Zeroes rows before `first` and from `last` on: each its own part, the first also the shared operand."""
             own, shared = (a_smem, b_smem) if by_rows else (b_smem, a_smem)
             width = cfg.rows if by_rows else cfg.columns
             zero_rows(own.at[slot, :, pl.ds(wg * width, width)], first, last, interpret=interpret)

@@ -1,8 +1,8 @@
-"""Which tiles the Hopper kernels walk, and in which order, decided on the device: group sizes are data.
+"""Which tiles the Hopper kernels compute, and in which order; decided on the device, because group sizes are data.
 
 A tile begins at a multiple of `ALIGNED_ROWS`, so that the copy engine can load it; up to seven rows before a group's
 first, and those after its last, are loaded and not stored. How many tiles a group gets does not depend on where it
-begins, so some get one without rows, which is skipped: then two small kernels make the whole table.
+begins, so some get a tile without rows, which is skipped. This way two small kernels make the whole table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _sums(values: list[Array], keep: Array, axes: tuple[int, ...]) -> list[Array
 
 
 def _divided(x: Any, by: int) -> Any:
-    """`x // by` for `x >= 0`: a shift where it can be, since XLA takes a division for too dear to fuse."""
+    """`x // by` for `x >= 0`: a shift if possible, because XLA (seen with JAX 0.11.2) does not fuse divisions."""
     return x >> (by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, jnp.int32(by))
 
 
@@ -41,8 +41,8 @@ class Tiling:
     Attributes:
       block_m: Rows of a tile.
       column_tiles: How many tiles of columns there are.
-      cluster: Tiles in an item: side by side in rows, or, of an odd last one, in columns.
-      band: Tiles (or pairs) of rows that are walked for each tile of columns.
+      cluster: Tiles in an item: adjacent in rows, or, for an odd last one, in columns.
+      band: Tiles (or pairs) of rows that are computed for each tile of columns.
       halves: As in the config.
       order: As in the config.
     """
@@ -71,7 +71,7 @@ class Tiling:
         return whole, full - whole * self.cluster, half
 
     def bound(self, rows: int, groups: int) -> int:
-        """How many items there can be, those of zeros apart."""
+        """How many items there can be, without those of zeros."""
         tiles = rows // self.block_m + 2 * groups
         if self.cluster == 1:
             return tiles * self.column_tiles
@@ -81,7 +81,7 @@ class Tiling:
 def items(
     group_sizes: Array, rows: int, tiling: Tiling, first_row: Array | None
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The table of items; and what tells their number and which rows belong to no group, for `extent`.
+    """The table of items; and their number and the rows that belong to no group, for `extent`.
 
     The table has four columns: twice the group, plus one for a tile of half cost; the group's first row; its end; and
     the first item of the same group and cost. `Tiling.order` says which come first.
@@ -90,7 +90,7 @@ def items(
     groups = sizes.shape[0]
     whole, odd, half = tiling.split(sizes)
     full = whole * tiling.column_tiles + odd * tiling.odd_items
-    # Costs before groups: no concatenation, which XLA would make a kernel of its own.
+    # Costs before groups: this needs no concatenation, for which XLA would make a separate kernel.
     costs = 1 if tiling.halves == "no" else 2
     late, group = (lax.broadcasted_iota(jnp.int32, (costs, groups), axis) for axis in (0, 1))
     sized = jnp.broadcast_to(sizes[None], late.shape)
@@ -120,7 +120,7 @@ def items(
     item = lax.broadcasted_iota(jnp.int32, (bound, costs, groups), 0)
     here = (before[None] <= item) & (item < cum[None])
     facts = [2 * group + late, starts, stops, before]
-    # The number of all items with every item: a sum of its own would be one more kernel.
+    # Every item holds the number of all items: a separate sum would be one more kernel.
     facts = [jnp.where(here, x[None], 0) for x in facts] + [jnp.broadcast_to(counts[None], here.shape)]
     code, start, stop, offset, total = _sums(facts, jnp.ones(here.shape, bool), (1, 2))
     return (code, start, stop, offset), (total, ends, first.reshape(1))
@@ -137,7 +137,7 @@ def _first(first_row: Array | None) -> Array:
 
 
 def largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> tuple[Array, ...]:
-    """Groups, their first rows and ends, by falling size."""
+    """Groups, their first rows and ends, by decreasing size."""
     sizes = jnp.asarray(group_sizes, jnp.int32)
     index = jnp.arange(sizes.shape[0], dtype=jnp.int32)
     mine, other = sizes[:, None], sizes[None]
@@ -157,7 +157,7 @@ def _aligned(row: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """An item of work: where it begins, which rows it may store, and how its tiles lie."""
+    """An item of work: where it begins, which rows it may store, and how its tiles are arranged."""
 
     group: Any
     row: Any

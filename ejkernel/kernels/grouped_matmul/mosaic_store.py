@@ -18,7 +18,7 @@ from ejkernel.kernels.hopper.wgmma import inline_mgpu
 
 
 def put(ref: Any, value: jax.Array, *, interpret: bool) -> None:
-    """Stores `value` to a tile in shared memory; an assignment would load what was there, too."""
+    """Stores `value` to a tile in shared memory; a plain assignment (JAX 0.11.2) would also load the old value."""
     if interpret:
         ref[...] = value
         return
@@ -53,7 +53,7 @@ def zero_rows(ref: Any, first: Any, last: Any, *, interpret: bool) -> None:
         def bits(x: Any, first: int, count: int) -> Any:
             return arith.andi(arith.shrui(x, const(first)), const((1 << count) - 1))
 
-        # Two threads a row, with four of its eight pieces of 16 bytes in each memory tile: which is which is all one.
+        # Two threads per row; each has four of its eight 16-byte pieces in each memory tile, in any order.
         thread = _thread()
         row, half = bits(thread, 0, 6), bits(thread, 6, 1)
         row_stride, tile_stride = _tile_strides(ref)
@@ -63,7 +63,7 @@ def zero_rows(ref: Any, first: Any, last: Any, *, interpret: bool) -> None:
         )
         base = arith.addi(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref)), place)
         for piece in range(4):
-            # Rows next to each other begin at different pieces, and so at different banks.
+            # Adjacent rows begin at different pieces, and so at different banks.
             turned = arith.xori(arith.addi(arith.muli(half, const(4)), const(piece)), bits(row, 0, 3))
             address = arith.addi(base, arith.muli(turned, const(16)))
             for c in range(column_tiles):
@@ -81,7 +81,7 @@ def zero_rows(ref: Any, first: Any, last: Any, *, interpret: bool) -> None:
 
 
 def _thread() -> Any:
-    """The number of the thread, read anew: else what depends on it alone is kept in registers all the time."""
+    """The number of the thread, read again: otherwise values that depend on it stay in registers all the time."""
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True, asm_dialect=0)
 
@@ -95,7 +95,7 @@ def _tile_strides(ref: Any) -> tuple[int, int]:
 def copy_rows(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any, *, interpret: bool) -> None:
     """Copies `tile` `[64, n]` of shared memory to `row` and `column` of `ref`: only rows from `start` to `end` of it.
 
-    Nothing may be stored to `tile` that not all threads of the warpgroup have seen. Columns past the last of `ref`,
+    All threads of the warpgroup must see all earlier stores to `tile`. Columns past the last of `ref`,
     which come in whole memory tiles, are left out.
     """
     if interpret:
@@ -134,7 +134,7 @@ def copy_rows(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any, 
             arith.extsi(i64, arith.addi(arith.muli(column, const(item_bytes)), arith.muli(piece, const(16)))),
         )
         target = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), offset)
-        # One piece of text for all rows: as values, predicates and addresses of them all would be held at once.
+        # One piece of PTX for all rows: separate values would hold the predicates and addresses of all rows at once.
         lines = ["{ .reg .pred p; .reg .b32 a, b, c, d, r;"]
         for i, c in itertools.product(range(4), range(column_tiles)):
             near, far = (2 * i * column_tiles + c) * 1024, 16 * i * width * item_bytes + c * 128
@@ -156,7 +156,7 @@ def copy_rows(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any, 
 
 
 def _copy_one_by_one(tile: Any, ref: Any, row: Any, column: Any, start: Any, end: Any) -> None:
-    """The same in JAX's interpreter; row by row, since other blocks may be storing the rows next to these."""
+    """The same in JAX's interpreter; row by row, because other blocks may store adjacent rows at the same time."""
     across = 128 // jnp.dtype(ref.dtype).itemsize
 
     def one(i, _):

@@ -1,7 +1,7 @@
 """Grouped products for TPUs, in Pallas' Mosaic dialect.
 
 Tiles of rows begin at multiples of their size, so that a tile with rows of several groups is visited once for each of
-them, one after the other, and stays in fast memory meanwhile; each visit changes its own rows only.
+them, one after the other, and stays in fast memory; each visit changes only its own rows.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _forward_kernel(
     def _():
         place = row + lax.broadcasted_iota(jnp.int32, out_ref.shape, 0)
         mine = (place >= start_ref[entry]) & (place < end_ref[entry])
-        # A repeated last entry has the rows that it had before, and no group: it must leave them alone.
+        # A repeated last entry has the same rows and no group: it must not change them.
         fresh = (entry == 0) | (row_ref[jnp.maximum(entry - 1, 0)] != row_ref[entry])
         again = (entry > 0) & (group_ref[entry] < 0) & ~fresh
         old = jnp.where(fresh, jnp.zeros_like(out_ref), out_ref[...])
@@ -151,7 +151,7 @@ def _drhs_kernel(group_ref, row_ref, start_ref, end_ref, lhs_ref, dout_ref, out_
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    # Both: what is not of the group need not be finite.
+    # Both operands: values outside the group need not be finite.
     bounds = (row, start_ref[entry], end_ref[entry])
     acc_ref[...] += _dot(_kept(lhs_ref[...], 0, *bounds), _kept(dout_ref[...], 0, *bounds), (0, 0))
 

@@ -1,4 +1,4 @@
-"""What a grouped product is about: all that implementations decide by."""
+"""The sizes and dtypes of a grouped product: all that backends depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Problem:
 
     Attributes:
       rows: Rows of lhs; a symbol while exporting a program for any number of them.
-      groups: Groups whose weights are at hand.
+      groups: Groups whose weights are on this device.
       k: Columns of lhs.
       n: Columns of the other rows.
       dtypes: Of the two operands.

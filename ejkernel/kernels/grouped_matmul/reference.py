@@ -1,4 +1,4 @@
-"""What grouped products are, in float64 and one group after the other."""
+"""Grouped products in float64, one group after the other."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TritonConfig:
         if smem > LEAST_BLOCK_BYTES:
             return f"needs {smem} bytes of shared memory, a block has {LEAST_BLOCK_BYTES}"
         live = self.block_m * self.block_n // (32 * self.num_warps) + 48
-        return f"needs about {live} registers a thread, there are {_REGISTERS}" if live > _REGISTERS else None
+        return f"needs about {live} registers per thread, there are {_REGISTERS}" if live > _REGISTERS else None
 
 
 def triton_space(problem: Problem) -> list[TritonConfig]:

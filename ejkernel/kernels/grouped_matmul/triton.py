@@ -1,7 +1,7 @@
-"""Grouped products for NVIDIA GPUs from Ampere on, in Pallas' Triton dialect.
+"""Grouped products for NVIDIA GPUs, Ampere or newer, in Pallas' Triton dialect.
 
-A program owns a tile of rows of one group and a tile of columns (forward), or a tile of one group's gradient, and walks
-the contraction. The tiles of rows are listed on the device; of the programs there are as many as there can be tiles.
+A program owns a tile of rows of one group and a tile of columns (forward), or a tile of one group's gradient, and loops
+over the contraction. The tiles of rows are listed on the device; there are as many programs as there can be tiles.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _dot(a: Array, b: Array, **transposed: bool) -> Array:
 
 
 def _load(ref: Any, rows: Array, columns: Array) -> Array:
-    """Loads where both masks are true, zeros elsewhere; both come with what they index."""
+    """Loads where both masks are true, zeros elsewhere; each mask comes with its index."""
     (row_index, row_mask), (column_index, column_mask) = rows, columns
     return plgpu.load(ref.at[row_index, column_index], mask=row_mask[:, None] & column_mask[None, :], other=0.0)
 

@@ -1,7 +1,7 @@
 """Grouped products for every device, in work and memory proportional to the rows.
 
-A loop over the groups, and inside of it loops over pieces of a group's rows: as many large ones as there are, then at
-most one of each smaller power of two, and for what is left one piece more, of which only the group's own rows count.
+A loop over the groups, and inside it loops over pieces of a group's rows: as many large ones as fit, then at most one
+of each smaller power of two, and one more piece for the rest, of which only the group's own rows count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class XlaConfig:
         return None
 
     def pieces(self, rows: Any) -> list[int]:
-        """Sizes of pieces that fit into an array of `rows` rows, falling."""
+        """Sizes of pieces that fit into an array of `rows` rows, largest first."""
         sizes = [self.rows >> i for i in range((self.rows // self.least_rows).bit_length())]
         if isinstance(rows, int):
             sizes = [size for size in sizes if size <= rows] or [max(rows, 1)]
@@ -132,7 +132,7 @@ def drhs(
         return product(a, b, total)
 
     def partial(row, size, inside, total):
-        # Both: what is not of the group need not be finite.
+        # Both operands: values outside the group need not be finite.
         parts = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, dout))
         a, b = (jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts)
         return product(a, b, total)
@@ -162,7 +162,7 @@ def _pieces(
     partial: Callable[[Array, int, Array, Any], Any],
     carry: Any,
 ) -> Any:
-    """Walks the rows from `start` to `end`; the last few in a piece that may begin before them."""
+    """Loops over the rows from `start` to `end`; the last few are in a piece that may begin before them."""
     sizes = (cfg or XlaConfig()).pieces(rows)
     row = start
     for size in sizes:
@@ -180,5 +180,5 @@ def _pieces(
 
 
 def _wide(dtype: Any) -> Any:
-    """What products are summed up in."""
+    """The dtype in which products are summed."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

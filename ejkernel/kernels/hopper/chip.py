@@ -13,9 +13,9 @@ PRODUCER_REGISTERS = {1: 24, 2: 24, 3: 32}
 
 
 def unfit_block(smem_bytes: int, live_registers: int, consumers: int, what: str = "") -> str | None:
-    """Says why a block with this much shared memory, and registers a thread, cannot run; `None` if it can."""
+    """Says why a block with this much shared memory, and registers per thread, cannot run; `None` if it can."""
     if smem_bytes > HOPPER.block_bytes:
         return f"needs {smem_bytes} bytes of shared memory{what}, the chip has {HOPPER.block_bytes}"
     if live_registers > (have := CONSUMER_REGISTERS[consumers]):
-        return f"needs about {live_registers} registers a thread{what}, a consumer has {have}"
+        return f"needs about {live_registers} registers per thread{what}, a consumer has {have}"
     return None

@@ -1,7 +1,8 @@
-"""Asynchronous matrix products, with a stand-in for JAX's GPU interpreter.
+"""Asynchronous matrix products, with a replacement for JAX's GPU interpreter.
 
-The interpreter (`plgpu.InterpretGPUParams`) knows neither products with the left operand in registers nor
-accumulators that start from a value, so there the products are plain `jnp.dot`s on what the references hold.
+The interpreter (`plgpu.InterpretGPUParams`, JAX 0.11 on) supports neither products with the left operand in
+registers nor accumulators that start from a value, so there the products are plain `jnp.dot`s of the references'
+contents.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# What decorates these in JAX hides their signatures from type checkers.
+# JAX's decorators hide the signatures of these from type checkers.
 layout_cast: Any = plgpu.layout_cast
 inline_mgpu: Any = plgpu.inline_mgpu
 
@@ -30,7 +31,7 @@ class _Emulated:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatrixUnit:
-    """What a warpgroup's products run on."""
+    """Runs a warpgroup's matrix products."""
 
     interpret: bool
 
@@ -65,8 +66,9 @@ class MatrixUnit:
 
 
 def unhoisted(index: Any, n: Any) -> Any:
-    """Returns `index` so that the compiler takes it to depend on the step `n`.
+    """Returns `index` in a form that seems to depend on the step `n`.
 
-    Else it computes the addresses of every product with that operand before the loop, and spills them.
+    Otherwise ptxas computes the addresses of every product with that operand before the loop, and spills them (seen
+    with JAX 0.11.2).
     """
     return index + lax.shift_right_logical(n, jnp.int32(30))

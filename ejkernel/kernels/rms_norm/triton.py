@@ -1,4 +1,4 @@
-"""RMSNorm for NVIDIA GPUs from Ampere on, in Pallas' Triton dialect: each row is read once, forward and backward."""
+"""RMSNorm for NVIDIA GPUs, Ampere or newer, in Pallas' Triton dialect: each row is read once, forward and backward."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def forward(
         block = Block(pl.program_id(0), params.rows, shape)
         total = block.load(refs["x"])
         if "residual" in refs:
-            # Rounded as it is stored, because that is what the backward reads.
+            # Rounded as it is stored, because the backward reads the stored value.
             total = (total + block.load(refs["residual"])).astype(x.dtype).astype(jnp.float32)
             block.store(refs["total"], total)
         rstd = jax.lax.rsqrt(jnp.sum(total * total, axis=1, keepdims=True) / shape[1] + epsilon)

@@ -1,4 +1,4 @@
-"""RMSNorm in plain JAX: XLA fuses it, also with what stands before and after it."""
+"""RMSNorm in plain JAX: XLA fuses it, also with the operations before and after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking a kernel about a call: its guess, its candidates, whether a config may serve, what runs."""
+"""What a kernel says about a call: its guess, its candidates, whether a config may be used, what runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
 def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
     """What tuning may try, by the variant of `config_space` or `candidate_cfgs` for the call's platform.
 
-    Of the two, that of the most derived class counts.
+    If both are overridden, that of the most derived class is used.
     """
     if isinstance(kernel, BatchedKernel):
         return candidates(kernel.asked(inv), kernel.inner)
@@ -40,10 +40,10 @@ def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
 
 
 def as_space(space: Any, where: str) -> Any:
-    """What a kernel or a caller gave as candidates, if it is any.
+    """The candidates that a kernel or a caller gave, checked.
 
     Raises:
-      KernelDefinitionError: It is not.
+      KernelDefinitionError: It is not a space of configs.
     """
     if isinstance(space, Iterable) and not isinstance(space, str | bytes):
         return space
@@ -53,33 +53,33 @@ def as_space(space: Any, where: str) -> Any:
 
 
 def _depth(cls: type, method: Callable[..., Any]) -> int:
-    """How many classes stand before the one that defines `method`; -1 for what an instance was given."""
+    """How many classes precede the one that defines `method`; -1 if it was set on the instance."""
     name = getattr(method, "__name__", "")
     return next((depth for depth, base in enumerate(cls.__mro__) if name in vars(base)), -1)
 
 
 def accepts(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
-    """Whether a config that was tuned for another shape may serve `inv`: a candidate here, on a platform that can."""
+    """Whether a config of another shape may be used for `inv`: it is a candidate, on a platform that supports it."""
     return refusal(inv, kernel, cfg) is None and _in_space(candidates(inv, kernel), cfg)
 
 
 def refusal(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str | None:
-    """Why no call would run with a config, because it names a platform that cannot serve; None if one would."""
+    """Why a call cannot run with a config that names an unsupported platform; None if it can."""
     platform = dispatch.forced_platform(kernel, cfg)
     reason = None if platform is None else dispatch.refusal(kernel, replace(inv, platform=platform), platform)
     return None if reason is None else f"{platform}: {reason}"
 
 
 def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
-    """Whether tuning `inv` could choose `cfg`: the guess takes part whether or not it is listed."""
+    """Whether tuning `inv` could choose `cfg`; the guess is always a candidate."""
     return accepts(inv, kernel, cfg) or same_cfg(cfg, heuristic(inv, kernel))
 
 
 def leaves_no_choice(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
-    """Whether the guess is all that could be chosen for `inv`, and measuring it is not possible either.
+    """Whether the guess is the only possible config for `inv`, and cannot be measured either.
 
-    That is so for a kernel that must see values, which no compiled program shows it, and for an abstract call with
-    integers that only its kernel could make up.
+    That is so for a kernel that needs concrete values, which a compiled program does not have, and for an abstract call
+    with integers, which only the kernel's `example_inputs` could supply.
     """
     owner = source_of(kernel)
     made_up = inv.is_abstract and getattr(owner, "example_inputs", None) is None
@@ -104,7 +104,7 @@ def _in_space(space: Any, cfg: Any) -> bool:
     axes = {name: values for name, values in space.items() if not callable(values)}
     try:
         on_axes = all(any(same_cfg(get(cfg, name), value) for value in values) for name, values in axes.items())
-    except (AttributeError, LookupError, TypeError):  # A config of another making: it lacks a field.
+    except (AttributeError, LookupError, TypeError):  # A config of another class: it lacks a field.
         return False
     return on_axes and all(condition(cfg) for condition in conditions)
 

@@ -87,7 +87,7 @@ class ConfigCache(Generic[Cfg]):
 
 
 def _as_call_key(key: Any) -> tuple[str, str, str]:
-    """A key of an overlay, which calls ask by device, op id and call key: any other would never be found."""
+    """A key of an overlay, checked: calls look for device, op id and call key, so another key is never found."""
     if isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
         return key
     raise CacheKeyError(
@@ -97,7 +97,7 @@ def _as_call_key(key: Any) -> tuple[str, str, str]:
 
 
 class _FrozenTier:
-    """A mapping as it was when the overlay was entered."""
+    """A copy of a mapping, made when the overlay was entered."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self._entries: dict[Hashable, Any] = {_as_call_key(key): cfg for key, cfg in mapping.items()}

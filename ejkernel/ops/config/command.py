@@ -1,4 +1,4 @@
-"""Command: how to tune a call from the command line."""
+"""The command line that tunes a call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tune_command(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
     """What to type so that a call gets a config; if its arguments cannot be typed, how to record it first."""
     owner = forward_of(kernel)
     arrays = list(itertools.takewhile(arguments.is_array, inv.abstract_args))
-    # A kernel whose `prepare` makes something else of its keywords says what they were.
+    # A kernel whose `prepare` changes its keywords says in `describe_keywords` what they were.
     keywords = dict(inv.abstract_kwargs)
     if type(owner).describe_keywords is not Kernel.describe_keywords:
         given = {name: value for name, value in keywords.items() if arguments.is_array(value)}
@@ -44,13 +44,13 @@ def tune_command(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
 
 
 def _is_made_by_name(kernel: Kernel[Any, Any]) -> bool:
-    """Whether the class, called without arguments, is this kernel: that is how a command makes it."""
+    """Whether the class, called without arguments, gives this kernel: that is how a command creates it."""
     cls = type(kernel)
     if isinstance(kernel, BatchedKernel) or cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         return False
     try:
         made = cls()
-    except TypeError:  # It wants arguments.
+    except TypeError:  # It needs arguments.
         return False
     return made.op_id == kernel.op_id and made.state() == kernel.state()
 
@@ -58,7 +58,7 @@ def _is_made_by_name(kernel: Kernel[Any, Any]) -> bool:
 def _is_same_call(
     inv: Invocation[Any, Any], kernel: Kernel[Any, Any], arrays: list[Any], keywords: Mapping[str, Any]
 ) -> bool:
-    """Whether a call with these arguments is `inv` after `prepare`; they must be arrays, and values that one types."""
+    """Whether a call with these arguments is `inv` after `prepare`; all must be arrays, or values that can be typed."""
     if not all(arguments.is_array(value) or _is_plain(value) for value in keywords.values()):
         return False
     traced = {name: value for name, value in keywords.items() if arguments.is_array(value)}
@@ -74,7 +74,7 @@ def _is_same_call(
 
     try:
         jax.eval_shape(trace, arrays, traced)
-    except Exception:  # noqa: BLE001 - a kernel refuses in its own words what is not a call of it.
+    except Exception:  # noqa: BLE001 - a kernel may raise any error for wrong arguments.
         return False
     wanted = replace(inv, kernel=kernel, op_id=kernel.op_id)
     return inv.context is None and found[0].call_key == wanted.call_key

@@ -1,4 +1,4 @@
-"""Kinds of configs: which class a kernel takes, and which kernel an op id stands for."""
+"""Which config class a kernel takes, and which kernel an op id belongs to."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_explicit(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any
 
 
 def misfit(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str | None:
-    """What the kernel takes, in words, if `cfg` is of another class; None if it fits, or nobody can tell.
+    """A text that says which class the kernel takes, if `cfg` is of another; None if it fits or is unknown.
 
     A kernel says it with the type argument of `Kernel[Cfg, Out]`, with its guess, and with its candidates.
     """
@@ -70,7 +70,7 @@ def _listed(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[Any
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
-    """What `isinstance` can hold a config to; empty where a type hint says nothing about it."""
+    """The classes to check a config with `isinstance`; empty if a type hint names none."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         members = [_classes(member) for member in typing.get_args(hint)]
@@ -91,7 +91,7 @@ def _classes(hint: Any) -> tuple[type, ...]:
 def is_renamed(stored: str, cls: type) -> bool:
     """Whether a config that was stored as class `stored` may be read as `cls`: it is that, or it was renamed since.
 
-    A class that is still there is another one, and so is that of another package.
+    A class that still exists, or is in another package, is a different one.
     """
     if stored == classes.name_of(cls):
         return True
@@ -102,7 +102,7 @@ def is_renamed(stored: str, cls: type) -> bool:
 
 
 def is_redefined(cls: type, wanted: Any) -> bool:
-    """Whether `cls` is what a notebook's cell or a reloaded module had in the place where `wanted` is now."""
+    """Whether `cls` is an older version of `wanted`, from a notebook's cell or a reloaded module."""
     return isinstance(wanted, type) and cls is not wanted and _place(cls) == _place(wanted)
 
 
@@ -111,7 +111,7 @@ def _place(cls: type) -> tuple[str, str]:
 
 
 def note_owner(kernel: Kernel[Any, Any]) -> None:
-    """Notes whose op id this is; warns if a kernel of another family has it already: the two share all configs."""
+    """Notes which kernel has this op id; warns if an unrelated kernel has it too: the two share all configs."""
     kernel = source_of(kernel)
     cls = type(kernel)
     with _lock:
@@ -128,7 +128,7 @@ def note_owner(kernel: Kernel[Any, Any]) -> None:
 
 
 def _are_related(cls: type, other: type) -> bool:
-    """Whether two classes are variants of one kernel, because both inherit what it runs, or one is defined anew."""
+    """Whether two classes are variants of one kernel, because both inherit its `run`, or one is a newer definition."""
     common = set(cls.__mro__) & set(other.__mro__)
     inherits = any(name == "run" or name.startswith("run_") for base in common for name in vars(base))
     return inherits or _place(cls) == _place(other)

@@ -1,3 +1,3 @@
-"""The public home of `PersistentCache`, which the store's room holds."""
+"""The public module of `PersistentCache`, which is defined in `ejkernel.ops.store`."""
 
 from ejkernel.ops.store.persistent import PersistentCache as PersistentCache

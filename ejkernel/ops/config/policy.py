@@ -1,4 +1,4 @@
-"""What a selector may do beyond looking a config up."""
+"""Policies: what a selector does if no config is stored."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class AutotunePolicy:
     Attributes:
       autotune: On a miss, guess (`"off"`, False), measure (`"on"`, True), note the miss and guess (`"record"`), or
         raise (`"frozen"`).
-      transfer: Whether a miss may take the config that was tuned for the nearest shape.
+      transfer: Whether a miss may use the config that was tuned for the nearest shape.
       stale: What to do with a stored config whose kernel or toolchain has changed since: use it, tune again, or
         ignore it. By default what `EJKERNEL_STALE` says, or use it.
-      agree: Whether the processes of one program choose together; False leaves each to itself.
-      agree_s: How long to wait for a process that measures, in seconds; who waits in vain has all take the guess.
+      agree: Whether the processes of one program agree on a config; if False, each chooses alone.
+      agree_s: How long to wait for a process that measures, in seconds; after that, all processes use the guess.
       sharded: Whether the candidates of a call are spread over the processes when all of them tune it.
     """
 
@@ -85,7 +85,7 @@ def policy_override(selector: ConfigSelectorChain | None = None, /, **changes: A
 
 
 def effective_policy(selector: ConfigSelectorChain) -> AutotunePolicy:
-    """The policy of `selector` here and now, overrides applied, the innermost last."""
+    """The policy of `selector` with all overrides that are active here, the innermost last."""
     policy = selector.policy
     for override in context.overrides_of(selector):
         policy = dataclasses.replace(policy, **dict(override.changes))

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class SymbolicCallWarning(UserWarning):
-    """A call was to be tuned whose dimensions are not known."""
+    """A call could not be tuned because its dimensions are not known."""
 
 
 class ConfigNotFoundError(EjkernelError, LookupError):
@@ -60,7 +60,7 @@ class Tier(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """An answer: the config, the tier that gave it, and what each tier held."""
+    """The chosen config, the tier that gave it, and what each tier held."""
 
     inv: Invocation[Any, Any]
     cfg: Any
@@ -70,7 +70,7 @@ class Selection(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How many tiers were asked before one answered."""
+        """How many tiers had no config before one did."""
         return len(self.tiers) - (self.tiers[0].name == "explicit" if self.tiers else 0)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def _check(name: str, value: Any, wanted: str, fits: bool) -> None:
 
 
 class _Flights:
-    """One lock a key, so that threads that miss the same call measure it once."""
+    """One lock per key, so that threads that miss the same call measure it once."""
 
     def __init__(self) -> None:
         self._locks: dict[Any, threading.RLock] = {}
@@ -106,7 +106,7 @@ class _Flights:
 
 
 class ConfigSelectorChain:
-    """Asks one tier after the other: explicit config, overlays, memory, disk, tuning, nearest shape, guess.
+    """Looks for a config in several tiers: explicit, overlays, memory, disk, tuning, nearest shape, guess.
 
     Reads shapes and dtypes only, so it is safe while tracing. Only measured results are ever stored.
     """
@@ -135,7 +135,7 @@ class ConfigSelectorChain:
         self.persist_autotune = persist_autotune
         self.on_event = on_event
         if policy is None:
-            # What CI freezes is frozen, whoever made the selector; an explicit setting alone is stronger.
+            # `EJKERNEL_AUTOTUNE=frozen` in CI counts for every selector, unless it has an explicit setting.
             policy = AutotunePolicy.from_environment() if autotune is None else AutotunePolicy(autotune=autotune)  # pyright: ignore[reportArgumentType]
         self._policy = policy
         self._flights = _Flights()
@@ -143,7 +143,7 @@ class ConfigSelectorChain:
 
     @property
     def policy(self) -> AutotunePolicy:
-        """The policy outside of any `policy_override`; setting it reaches functions that were jitted before."""
+        """The policy outside any `policy_override`; setting it reaches functions that were jitted before."""
         return self._policy
 
     @policy.setter
@@ -163,7 +163,7 @@ class ConfigSelectorChain:
             selection = self.select(inv, kernel)
         except ConfigNotFoundError:
             for _, served in tiers:
-                # A trace may have gone on without: once there is a config, it must ask again.
+                # A trace may have continued without a config: once there is one, it must look again.
                 served.note(inv.key, None)
             raise
         except BaseException:
@@ -174,7 +174,7 @@ class ConfigSelectorChain:
         store = None if self.persistent is None else self.persistent.served
         for depth, served in tiers:
             if depth <= selection.depth:
-                # Of the stored configs only, another call's may come to serve this one.
+                # Only stored configs of other calls may later be used for this one.
                 served.note(inv.key, selection.cfg, guessed=guessed and served is store)
             else:
                 served.forget(inv.key)
@@ -182,7 +182,7 @@ class ConfigSelectorChain:
         return selection.cfg
 
     def _served(self) -> Iterator[tuple[int, context.Served]]:
-        """The books of the tiers that can change, with their depth in the order of `_stored`."""
+        """The `Served` of each tier that can change, with its depth in the order of `_stored`."""
         overlays = context.current_scope().overlays
         sources = [overlay.source for overlay in reversed(overlays)]
         for depth, source in enumerate([*sources, self.cache, self.persistent], start=1):
@@ -209,21 +209,21 @@ class ConfigSelectorChain:
         return Selection(inv, answer.cfg, answer.name, (*tiers, answer), policy)
 
     def _agreed(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
-        """What was chosen with other processes before, if there are any."""
+        """The config that was already agreed on with other processes, if there are any."""
         joint = self._joint(policy)
         if joint is not None and (known := joint.known(inv, kernel, policy)) is not None:
             yield Tier("agreed", known.cfg, f"{known.tier}, {known.note}")
 
     def _joint(self, policy: AutotunePolicy) -> Any:
-        """What chooses together with other processes; None if there are none, or the policy leaves each to itself."""
+        """The joint selection of all processes; None if there is only one, or the policy does not want agreement."""
         return services.joint(self) if policy.agree else None
 
     def effective_policy(self) -> AutotunePolicy:
-        """The policy here and now, overrides applied."""
+        """The policy with all overrides that are active here."""
         return effective_policy(self)
 
     def explain(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
-        """Like `select`, but asks every tier and never tunes or raises on a miss."""
+        """Like `select`, but reads every tier and never tunes or raises on a miss."""
         policy = effective_policy(self)
         tiers = [*self._local(inv, kernel), *self._agreed(inv, kernel, policy), *self.stored(inv, kernel, policy)]
         if policy.autotune == "on" and not inv.is_symbolic:
@@ -238,7 +238,7 @@ class ConfigSelectorChain:
         return Selection(inv, found.cfg, found.name, tuple(tiers), policy)
 
     def needs_inputs(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
-        """Whether choosing would measure, and so wants the call's own data."""
+        """Whether choosing would measure, and so needs the call's own data."""
         policy = effective_policy(self)
         if policy.autotune != "on" or inv.is_symbolic:
             return False
@@ -250,7 +250,7 @@ class ConfigSelectorChain:
     def _all_stored(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
     ) -> Iterator[Tier]:
-        """The tiers that hold configs, in order; lazily, because a disk may stand behind one."""
+        """The tiers that hold configs, in order; lazily, because one may read a disk."""
         yield from self._local(inv, kernel)
         yield from self.stored(inv, kernel, policy)
 
@@ -274,12 +274,12 @@ class ConfigSelectorChain:
         return self._fitting(Tier("memory", self.cache.get(*inv.key)), inv, kernel)
 
     def _fitting(self, tier: Tier, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], stored_as: str = "") -> Tier:
-        """A tier as it is, or empty if its config is of another class than the kernel's."""
+        """The tier, or an empty one if its config is of another class than the kernel's."""
         if tier.cfg is None:
             return tier
         cls, wanted = type(tier.cfg), kernel.cfg_type
         if is_redefined(cls, wanted):
-            return Tier(tier.name, None, f"{wanted.__qualname__} was defined anew since")
+            return Tier(tier.name, None, f"{wanted.__qualname__} was defined again since")
         wanted = misfit(inv, kernel, tier.cfg)
         if wanted is None and stored_as and not is_renamed(stored_as, cls):
             wanted = qualified_name(cls)
@@ -314,8 +314,8 @@ class ConfigSelectorChain:
     ) -> Tier:
         """The config of the nearest tuned shape, if the kernel accepts it for this one and it computes the same.
 
-        Where the guess was not beaten, what passes on is that: a guess that knows its shape is worth more here than the
-        config it gave there. Without `now`, what was not proved yet is not proved, and shown.
+        If tuning the nearest shape did not beat the guess, this call gets its own guess, which was made for its shape.
+        Without `now`, a config that was not checked yet is returned without the check.
         """
         usable = lambda entry: entry.complete if entry.kept_guess else accepts(inv, kernel, entry.cfg)
         entry = self._nearest(inv, kernel, policy, usable) if policy.transfer else None
@@ -327,11 +327,11 @@ class ConfigSelectorChain:
         if entry.kept_guess:
             return Tier("transferred", None, f"the guess was not beaten for {changes}")
         if kernel.collective and _compat.distributed_client() is not None:
-            return Tier("transferred", None, f"tuned for {changes}; one process alone cannot prove a collective kernel")
+            return Tier("transferred", None, f"tuned for {changes}; one process alone cannot check a collective kernel")
         with self._flights.of(("proof", *inv.key)) if now else nullcontext():
             found = services.prove(inv, kernel, entry.cfg, self.persistent, now=now)
         if found is None:
-            return Tier("transferred", entry.cfg, f"tuned for {changes}; proved at the first call")
+            return Tier("transferred", entry.cfg, f"tuned for {changes}; to be checked at the first call")
         if found.reason is not None:
             return Tier("transferred", None, f"tuned for {changes}, but {found.reason}")
         return Tier("transferred", entry.cfg, f"tuned for {changes}")
@@ -358,7 +358,7 @@ class ConfigSelectorChain:
         )
 
     def on_miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Tier:
-        """What to do without a stored config: measure, take the nearest shape's, guess, or raise."""
+        """What to do without a stored config: measure, use the nearest shape's config or the guess, or raise."""
         if policy.autotune in ("on", "frozen") and leaves_no_choice(inv, kernel):
             return Tier("heuristic", heuristic(inv, kernel), "there is nothing to choose")
         if inv.is_symbolic and policy.autotune != "frozen":
@@ -378,7 +378,7 @@ class ConfigSelectorChain:
         return transferred if transferred.cfg is not None else Tier("heuristic", heuristic(inv, kernel))
 
     def _warn_of_symbols(self, inv: Invocation[Any, Any]) -> None:
-        """Tells once per operation that the policy cannot be followed."""
+        """Warns once per operation that the policy cannot be followed."""
         if ("symbolic", inv.op_id) not in self._told:
             self._told.add(("symbolic", inv.op_id))
             shapes = ", ".join(str(x.shape) for x in arguments.split((inv.abstract_args, inv.abstract_kwargs))[0])
@@ -390,7 +390,7 @@ class ConfigSelectorChain:
             )
 
     def _miss(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
-        """What to tell about a miss: the call, how to tune it, and the closest call that is stored."""
+        """The message about a miss: the call, how to tune it, and the closest call that is stored."""
         from ejkernel.ops.config.command import shown, tune_command
         from ejkernel.ops.store.signatures import closest
 
@@ -409,20 +409,20 @@ class ConfigSelectorChain:
         return "\n".join(lines)
 
     def _tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Any:
-        """Measures, unless another thread or process has done so meanwhile."""
+        """Measures, unless another thread or process has done so in the meantime."""
         with self._alone(inv.key):
             for tier in self._all_stored(inv, kernel, policy):
                 if tier.cfg is not None:
                     return tier.cfg
             tuning = self.measured(inv, kernel, services.make_tuner(self.tuner))
             if (text := tuning.shortfall(source_line(inv, kernel))) is not None:
-                # Into the log: whoever makes this call need not be the one who wants it tuned.
+                # To the log: the code that makes this call may not be the code that turned tuning on.
                 logger.warning("%s: %s", inv.op_id, text)
             return tuning.cfg
 
     @contextmanager
     def _alone(self, key: tuple[str, str, str]) -> Iterator[None]:
-        """Among all threads, and all processes that share the store, the only one to measure a call."""
+        """Lets only one of all threads, and of all processes that share the store, measure a call."""
         store = self.persistent
         with self._flights.of(key), store.tuning_lock(key) if store is not None else nullcontext():
             yield
@@ -432,7 +432,7 @@ class ConfigSelectorChain:
     ) -> Any:
         """Measures the candidates of a call now, stores the winner, and returns the whole outcome.
 
-        Of `configs`, if given, the winner is not stored: the kernel may never list it.
+        If `configs` are given, the winner is not stored: the kernel may not list it.
         """
         note_owner(kernel)
         joint = self._joint(effective_policy(self))
@@ -445,13 +445,13 @@ class ConfigSelectorChain:
             return self.measured(inv, kernel, made)
 
     def measured(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True) -> Any:
-        """Measures and remembers; on disk too, unless another process does that."""
+        """Measures and stores in memory; on disk too, unless another process does that."""
         fits = lambda entry: accepts(inv, kernel, entry.cfg)
         near = self._nearest(inv, kernel, effective_policy(self), fits)
         store = self.persistent if self.persist_autotune and persist else None
         seeds = () if near is None else (near.cfg,)
         tuning = tuner.tune(inv, kernel, store=store, seeds=seeds)
-        # A tuning that was stopped before it measured anything has only a guess, which is never stored.
+        # A tuning that was stopped before it measured anything has only the guess, which is never stored.
         if tuning.measurement is not None:
             stays = None if tuning.complete else self._finished(inv, kernel)
             if stays is not None and same_cfg(stays, tuning.cfg):
@@ -466,7 +466,7 @@ class ConfigSelectorChain:
         return tuning
 
     def _finished(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
-        """The config that a tuning which came to its end has stored for a call, if it may serve; else None."""
+        """The config that a finished tuning has stored for a call, if it may be used; else None."""
         store, policy = self.persistent, effective_policy(self)
         if store is None:
             return None
@@ -484,19 +484,19 @@ class ConfigSelectorChain:
         place: str,
         claim: Any,
     ) -> Any:
-        """What measures in this process when all of them do."""
+        """The tuner of this process if all processes measure."""
         made = services.make_tuner(tuner if tuner is not None else self.tuner)
         return services.share_tuner(made, kernel, policy, agreement, place, claim)
 
     def adopt(self, inv: Invocation[Any, Any], cfg: Any) -> None:
-        """Takes a config that was measured for all into memory."""
+        """Stores a config that was measured for all processes in memory."""
         self._answered(inv)
         self.cache.put(*inv.key, cfg)
 
     def _answered(self, inv: Invocation[Any, Any]) -> None:
         for store in (self.cache, self.persistent):
             if store is not None:
-                # The one who asked is the one who answers now; nobody else need trace again.
+                # The call that asked gets this answer, so no other function has to be traced again.
                 store.served.forget(inv.key)
 
     def _remember(

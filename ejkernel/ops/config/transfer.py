@@ -1,4 +1,4 @@
-"""The nearest tuned shape: what to try for a call that nobody has tuned yet."""
+"""The nearest tuned shape: which config to try for a call that was not tuned."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def nearest(
     kernel: Any = None,
     stale: Stale | None = None,
 ) -> StoredEntry | None:
-    """Entry of the same op, structure, dtypes and statics whose shapes are closest, of those that are accepted.
+    """The accepted entry of the same op, structure, dtypes and statics whose shapes are closest.
 
     Closest is the smallest distance in log space: 1000 is nearer to 1100 than to 500. With `kernel` and a policy other
-    than "use", entries that are stale are passed over. Nothing is stored.
+    than "use", stale entries are skipped. Nothing is stored.
     """
     kind, sizes = describe(signature)
     if not all(isinstance(size, int) for size in sizes):
-        return None  # A symbolic size is near nothing.
+        return None  # A symbolic size has no distance.
     same = [
         t for t in _tuned(cache, device, op_id) if t.kind == kind and t.sizes != sizes and len(t.sizes) == len(sizes)
     ]
-    # Ties go to the lower call key, so that every host answers alike.
+    # Ties go to the lower call key, so that every host gives the same answer.
     for tuned in sorted(same, key=lambda t: (distance(t.sizes, sizes), not t.complete, t.place)):
         entry = cache.lookup(*tuned.place, cfg_type=cfg_type, kernel=kernel, stale=stale)
         if entry is None or (entry.stale and (stale or cache.stale) != "use"):
@@ -100,5 +100,5 @@ def _tuned(cache: PersistentCache, device: str, op_id: str) -> list[Tuned]:
 def _summary(entry: StoredEntry) -> Tuned:
     kind, sizes = describe(entry.signature or {})
     if not all(isinstance(size, int) for size in sizes):
-        sizes = ()  # Symbolic, or damaged: near nothing.
+        sizes = ()  # Symbolic or damaged: it has no distance.
     return Tuned(kind, sizes, entry.complete, entry.place)

@@ -18,11 +18,11 @@ from ejkernel.ops.utils import arguments
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Backward = Callable[[Any, Any, Args, Kwargs], Sequence[Any]]
-"""(residuals, cotangent of the output, args, kwargs) -> one gradient a positional argument."""
+"""(residuals, cotangent of the output, args, kwargs) -> one gradient per positional argument."""
 
 
 class GradientError(EjkernelError, TypeError):
-    """A kernel's gradient does not fit its arguments, or was asked for where there is none."""
+    """A kernel's gradient does not fit its arguments, or is needed where there is none."""
 
 
 @jax.tree_util.register_static
@@ -66,7 +66,7 @@ def with_gradient(
         return _fit(owner, grads, args), [None] * len(kw_arrays)
 
     call = jax.custom_vjp(plain)
-    # Symbolic zeros tell which inputs are differentiated: a keyword array must not silently get a zero gradient.
+    # Symbolic zeros show which inputs are differentiated: a keyword array must not silently get a zero gradient.
     call.defvjp(fwd, bwd, symbolic_zeros=True)
     return call(arrays, kw_arrays)
 
@@ -107,7 +107,7 @@ def _refuse_keyword_gradients(owner: str, kwargs: Kwargs, kw_arrays: list[Any]) 
         if x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact):
             raise GradientError(
                 f"{owner}: keyword argument {name} is differentiated, but the kernel's own backward gives one gradient "
-                "a positional argument. Pass it by position, or wrap it in jax.lax.stop_gradient."
+                "per positional argument. Pass it by position, or wrap it in jax.lax.stop_gradient."
             )
 
 
@@ -120,11 +120,12 @@ def _instantiate(x: Any) -> Any:
 
 
 def _fit(owner: str, grads: Sequence[Any], args: Args) -> list[Any]:
-    """Gradients of the array leaves of `args`, in order, as `jax.custom_vjp` wants them; None is zero."""
+    """Gradients of the array leaves of `args`, in order, as `jax.custom_vjp` needs them; None is zero."""
     if not isinstance(grads, (tuple, list)) or len(grads) != len(args):
         got = f"{len(grads)} of them" if isinstance(grads, (tuple, list)) else f"a {type(grads).__name__}"
         raise GradientError(
-            f"{owner}: the backward must return a tuple of {len(args)} gradients, one a positional argument, got {got}."
+            f"{owner}: the backward must return a tuple of {len(args)} gradients, one per positional argument, "
+            f"got {got}."
         )
     fitted = []
     for position, (grad, arg) in enumerate(zip(grads, args, strict=True)):
@@ -153,6 +154,6 @@ def _fit_leaf(owner: str, position: int, grad: Any, x: Any) -> Any:
     extra = _compat.varying_axes(grad) - _compat.varying_axes(x)
     missing = _compat.varying_axes(x) - _compat.varying_axes(grad)
     if extra:
-        # An argument that every device shares gets the sum of what the devices found.
+        # An argument that all devices share gets the sum of the devices' gradients.
         grad = jax.lax.psum(grad, tuple(sorted(extra, key=str)))
     return jax.lax.pcast(grad, tuple(sorted(missing, key=str)), to="varying") if missing else grad

@@ -1,4 +1,4 @@
-"""Backends: the implementations of an operation, each with what it needs of the device and of a call."""
+"""Backends: the implementations of an operation, each with its requirements for the device and the call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Backend:
       bwd: The class of the backward's params; None if it has none.
       capability: The least compute capability of an NVIDIA GPU.
       interpret: Whether it also runs in an interpreter on any device. Its functions then take `interpret=`.
-      thorough: Whether tuning tries all of its params even where other backends are more promising.
+      thorough: Whether tuning tries all of its params even if other backends are more promising.
     """
 
     platform: Platform

@@ -1,4 +1,4 @@
-"""The backward of a kernel as a problem of its own: chosen, tuned, stored and labelled apart from the forward."""
+"""The backward of a kernel as a separate kernel: chosen, tuned, stored and labelled separately from the forward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BackwardKernel(Kernel[Any, Any]):
         return dispatch.guess(self.forward, inv) if own is None else own(inv)
 
     def config_space(self, inv: Invocation[Any, Any]) -> Iterable[Any]:
-        """`config_space_vjp` of the forward kernel, else the guess alone."""
+        """`config_space_vjp` of the forward kernel, else only the guess."""
         space = dispatch.method_of(self.forward, "config_space_vjp", inv)
         return [self.heuristic_cfg(inv)] if space is None else space(inv)
 
@@ -43,9 +43,10 @@ class BackwardKernel(Kernel[Any, Any]):
         return self.forward.describe_keywords(inv)
 
     def covered_by(self, cfg: Any, inv: Invocation[Any, Any], platform: str) -> Any:
-        """The backward's config that a forward's `cfg` brings along, by the kernel's `cfg_vjp`; None: it is chosen.
+        """The backward's config that a forward's `cfg` contains (`cfg_vjp`); if None, it has to be chosen.
 
-        `platform` is the forward's; a config that cannot serve there, or where it says, is not used.
+        `platform` is the forward's. A config that neither it nor the platform that the config names can run is not
+        used.
         """
         take = getattr(self.forward, "cfg_vjp", None)
         own = None if take is None else take(cfg)

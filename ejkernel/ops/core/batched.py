@@ -1,4 +1,4 @@
-"""A batch of calls as a problem of its own: chosen, tuned, stored and labelled apart from a single call."""
+"""A batch of calls as a separate kernel: chosen, tuned, stored and labelled separately from a single call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batch:
 
     Attributes:
       axis: What is mapped over.
-      dims: Where each array of the call has it, in the order of `arguments.split((args, kwargs))`; None: it has not.
+      dims: Where each array of the call has it, in the order of `arguments.split((args, kwargs))`; None if it has none.
     """
 
     axis: Axis
@@ -54,7 +54,7 @@ class Batch:
 class BatchedKernel(Kernel[Any, Any]):
     """A kernel under `jax.vmap`: its op id, the batch's arguments, and where these have the batch axis.
 
-    A kernel that runs batches by itself is asked about the batch; of any other, all questions are about one call of it.
+    The methods of a kernel that runs batches itself get the batch; those of any other kernel get one call of it.
     """
 
     def __init__(self, single: Kernel[Any, Any], batch: Batch) -> None:
@@ -84,7 +84,7 @@ class BatchedKernel(Kernel[Any, Any]):
         return replace(inv, kernel=self, args=args, kwargs=kwargs, batch_axes=self._batch_axes(statics))
 
     def _batch_axes(self, statics: arguments.Statics) -> Any:
-        """As in `jax.vmap`, one entry an argument; of several `jax.vmap`, a tuple of these, innermost first."""
+        """As in `jax.vmap`, one entry per argument; of several `jax.vmap`, a tuple of these, innermost first."""
         levels = self._levels(statics)
         return levels[0] if len(levels) == 1 else levels
 
@@ -95,10 +95,10 @@ class BatchedKernel(Kernel[Any, Any]):
             axes = (*axes, {name: _axes_of(x) for name, x in kwargs.items()})
         return (*(self.inner._levels(statics) if isinstance(self.inner, BatchedKernel) else ()), axes)
 
-    # --- Questions ---
+    # --- What the kernel says about a call ---
 
     def asked(self, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
-        """The call as the kernel is asked about it: the batch if it runs batches itself, else one call."""
+        """The call that the kernel's methods get: the batch if it runs batches itself, else one call."""
         return replace(inv, kernel=self.inner) if self._is_native(inv) else self._one_of(inv)
 
     def _is_native(self, inv: Invocation[Any, Any]) -> bool:
@@ -161,7 +161,7 @@ class BatchedKernel(Kernel[Any, Any]):
         return self._vmapped(method) if whole is None else self.natively(whole)
 
     def natively(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method for batches, given the batch axis first and told which arguments have it."""
+        """A method for batches; arrays have the batch axis first, and it is told which arguments have one."""
 
         def run(*args: Any, cfg: Any, **kwargs: Any) -> Any:
             arrays, statics = arguments.split((args, kwargs))
@@ -195,7 +195,7 @@ class BatchedKernel(Kernel[Any, Any]):
         return tuple(jax.tree.map(_whole_gradient, g, d, is_leaf=none) for g, d in zip(found, dims, strict=True))
 
     def _examples(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Legal data for a batch: that of as many calls, unless the kernel is asked about the batch."""
+        """Valid data for a batch: that of as many calls, unless the kernel's methods get the batch."""
 
         def make(inv: Invocation[Any, Any], key: jax.Array) -> tuple[Args, Kwargs]:
             if self._is_native(inv):
@@ -214,7 +214,7 @@ class BatchedKernel(Kernel[Any, Any]):
 
 @dataclass(frozen=True)
 class _Dim:
-    """A place of the batch axis, as a leaf of a pytree: None is none."""
+    """The position of the batch axis, as a leaf of a pytree; None if there is none."""
 
     value: int | None
 

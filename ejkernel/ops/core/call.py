@@ -1,7 +1,7 @@
-"""A kernel's call as one JAX operation, so that `jax.vmap` meets the call and not only its equations.
+"""A kernel's call as one JAX operation, so that `jax.vmap` sees the call and not only its equations.
 
 The operation holds the kernel's equations and stands for them in every respect: it is lowered, differentiated and
-transposed as a jitted function of them. Only batching asks the call itself.
+transposed as a jitted function of them. Only batching uses the call itself.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _call.multiple_results = True
 
 def bind(fn: Flat, batching: Batching, operands: Sequence[Any], name: str) -> Sequence[Any]:
     """`fn(*operands)` as one operation."""
-    # Effects have an order and references an identity, which JAX keeps for equations of its own only.
+    # Effects have an order and references an identity, which JAX keeps only for its own equations.
     if any(map(_compat.is_ref, operands)):
         return fn(*operands)
     jaxpr = jax.make_jaxpr(fn)(*operands)
     if jaxpr.effects:
         return fn(*operands)
     consts, closed = _compat.without_consts(jaxpr)
-    # Traced values that the kernel closes over end with their trace; afterwards only the equations know them.
+    # Traced values that the kernel closes over are only valid in their trace; after that, only the equations have them.
     params = {"jaxpr": closed, "consts": len(consts), "fixed": any(isinstance(x, Tracer) for x in consts)}
     params |= {"batching": batching, "name": re.sub(r"\W", "_", name)}
     return _call.bind(*consts, *operands, **params)
 
 
 def _jitted(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
-    """The equations as a jitted function, the same one for the same equations: JAX lowers it once a program."""
+    """The equations as a jitted function, the same one for the same equations: JAX lowers it once per program."""
     known = _functions.setdefault(jaxpr, {})
     if name not in known:
 
@@ -93,7 +93,7 @@ def _jvp(primals: Any, tangents: Any, *, consts: int, batching: Batching, fixed:
     except NotImplementedError:
         if seen is None:
             raise
-        found = differentiated(equations)  # Those of an implementation that can.
+        found = differentiated(equations)  # The equations of an implementation that supports the call.
     outs, outs_dot = found
     return outs, [_symbolic(x, t) for x, t in zip(outs, outs_dot, strict=True)]
 
@@ -121,7 +121,7 @@ def _batch(
     if all(d is None for d in dims):
         outs = _call.bind(*operands, consts=consts, batching=batching, fixed=fixed, **params)
         return outs, (None,) * len(outs)
-    # A call made anew would not know that what the kernel closed over is batched.
+    # A new call would not know that values which the kernel closed over are batched.
     closed_over = any(d is not None for d in dims[:consts])
     outs = None if fixed or closed_over else batching.batched(batch, operands[consts:], dims[consts:])
     if outs is None:
@@ -144,9 +144,9 @@ _demand = _compat.Primitive("ejkernel_demand")
 
 
 def demanded(tree: Any, error: Exception) -> Any:
-    """`tree`, whose arrays raise `error` where a program that needs them is compiled or run.
+    """`tree`, whose arrays raise `error` when a program that needs them is compiled or run.
 
-    What is dead is not demanded, nor what a batching rule replaces.
+    Dead code, and what a batching rule replaces, raises nothing.
     """
     is_real = lambda x: arguments.is_array(x) and x.dtype != jax.dtypes.float0
     return jax.tree.map(lambda x: _demand.bind(x, miss=error) if is_real(x) else x, tree)

@@ -1,8 +1,8 @@
 """Overlays, policy overrides and cache changes, as every jit cache sees them.
 
 Both values live in JAX user contexts, which are part of the key of each jit cache: a function that was jitted before
-is traced again when they change, and found again when they change back. JAX knows threads only. Tasks of an event loop
-take turns in one, so what a block adds lives in a context variable, and JAX is shown that of the task that runs.
+is traced again when they change, and found again when they change back. JAX has a context per thread only, but tasks of
+an event loop share a thread. So what a block adds is kept in a context variable, and JAX gets that of the running task.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _NOTHING = Scope()
 
 
 class _Seen:
-    """A scope as jit caches hold it, found again only by code that is in it.
+    """A scope as a key of jit caches: only code inside the scope finds it again.
 
-    JAX looks a function up before any code of ours runs: here it is noticed that another task has its turn.
+    JAX looks a function up before our code runs, so a change of the running task is noticed here.
     """
 
     __slots__ = ("_hash", "scope", "wrong")
@@ -68,7 +68,7 @@ class _Seen:
         self.scope = scope
         self._hash = hash((scope.overlays, tuple(o for o in scope.overrides if o.selector is None)))
         self.wrong = False
-        """Whether it was shown to code that is in another one: whatever a cache has under it is never found."""
+        """Whether code of another scope has used it: cache entries under it are then never found."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not _Seen or self._hash != other._hash:
@@ -83,7 +83,7 @@ class _Seen:
         thread = _local.thread
         thread.follow()
         if thread.seen is self:
-            # A cache may keep it as a key now, and what is identical is not compared.
+            # A cache may now keep it as a key, and Python does not compare identical keys with `==`.
             thread.show(self.scope)
         return self._hash
 
@@ -96,7 +96,7 @@ class _Block:
         self.overlay = overlay
         self.override = override
         self.thread: _Thread | None = thread
-        """Where it was entered; None once it is left."""
+        """The thread that entered it; None once it is left."""
 
 
 def _not_left(block: _Block | None) -> _Block | None:
@@ -106,17 +106,17 @@ def _not_left(block: _Block | None) -> _Block | None:
 
 
 class _Thread:
-    """What JAX is shown in one thread."""
+    """The context that JAX has in one thread."""
 
     def __init__(self) -> None:
         self.open: set[_Block] = set()
         self.seen: _Seen | None = None
         self.shown: Any = self
-        """The innermost block, open or not, of the code whose scope JAX is shown."""
+        """The innermost block, open or not, of the code whose scope JAX has."""
         self._unshow: Any = None
 
     def scope(self) -> Scope:
-        """What the code that runs is in: the blocks of this thread around it that have not been left."""
+        """The scope of the running code: the blocks of this thread around it that have not been left."""
         blocks, block = [], _block.get()
         while block is not None:
             if block.thread is self:
@@ -127,13 +127,13 @@ class _Thread:
         return Scope(overlays, overrides)
 
     def follow(self) -> None:
-        """Shows JAX another scope if it was shown that of another task."""
+        """Gives JAX the scope of the running task if it has that of another task."""
         if self.seen is not None and _block.get() is not self.shown:
             self.seen.wrong = True
             self.show()
 
     def show(self, scope: Scope | None = None) -> None:
-        """Shows JAX the scope of the code that runs, or nothing where no block is open."""
+        """Gives JAX the scope of the running code, or none if no block is open."""
         self.shown = _block.get()
         if self.open:
             self.seen = _Seen(self.scope() if scope is None else scope)
@@ -153,27 +153,27 @@ class _Local(threading.local):
 _local = _Local()
 _block: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("ejkernel_block", default=None)
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Selectors that have answered inside of a jitted function."""
+"""Selectors that have answered inside a jitted function."""
 _scope = jax.make_user_context(default_value=_Seen(_NOTHING))
 _generation = jax.make_user_context(default_value=0)
 _lock = threading.Lock()
 
 
 def _visible(scope: Scope) -> Scope:
-    """What of a scope the functions that were jitted so far may depend on."""
+    """The part of a scope that functions jitted so far may depend on."""
     overrides = tuple(o for o in scope.overrides if o.selector is None or was_asked(o.selector.target))
     return Scope(scope.overlays, overrides)
 
 
 def current_scope() -> Scope:
-    """The scope of the code that runs."""
+    """The scope of the running code."""
     thread = _local.thread
     thread.follow()
     return thread.scope() if thread.open else _NOTHING
 
 
 def overrides_of(selector: Any) -> list[Override]:
-    """What overrides the policy of a selector that is about to answer, the innermost last."""
+    """The overrides of the policy of a selector that is about to answer, the innermost last."""
     if _compat.trace_state.value is not _compat.EAGER:
         _asked.add(selector)
     return [o for o in current_scope().overrides if o.selector is None or o.selector.target is selector]
@@ -212,31 +212,31 @@ def _entered(additions: Iterable[tuple[Overlay | None, Override | None]]) -> Ite
             block.thread = None
         thread.open.difference_update(blocks)
         _block.set(_not_left(_block.get()))
-        thread.shown = thread  # If this is another thread, it has yet to notice.
+        thread.shown = thread  # Another thread has not noticed the change yet.
         _local.thread.show()
 
 
 def invalidate() -> None:
-    """Makes every jitted function, in every thread, ask for its configs again."""
+    """Makes every jitted function, in every thread, look for its configs again."""
     with _lock:
         _generation.set_global(_generation.get_global() + 1)
 
 
 MAX_SERVED = 65536
-"""How many calls a cache remembers to have answered, so that a process may live for long."""
+"""How many answered calls a cache remembers; bounded, because a process may live long."""
 
 
 class Served:
-    """The answers that a cache has had a part in, so that only a change to one of them invalidates anything."""
+    """The answers that depend on a cache, so that only a change to one of them invalidates anything."""
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, list[Hashable]] = {}
         self._guessed: dict[Hashable, set[Hashable]] = {}
-        self._held: dict[Hashable, Hashable] = {}  # As other calls see it.
+        self._held: dict[Hashable, Hashable] = {}  # The config that other calls may use.
         self._lock = threading.Lock()
 
     def ask(self, key: Hashable) -> None:
-        """A call with this key is about to be answered: a change from now on must not go unnoticed."""
+        """Notes that a call with this key is about to be answered, so that changes from now on are noticed."""
         with self._lock:
             full = len(self._answers) >= MAX_SERVED and key not in self._answers
             if full:
@@ -245,10 +245,10 @@ class Served:
                 self._held.clear()
             self._answers.setdefault(key, []).append(_PENDING)
         if full:
-            invalidate()  # Whoever is still in use asks again, and is noted again.
+            invalidate()  # A call that is still in use asks again, and is noted again.
 
     def note(self, key: Hashable, cfg: Any, *, guessed: bool = False) -> None:
-        """The call that asked was traced with `cfg`; if that was a guess, a neighbour's entry may better it."""
+        """Notes that the call was traced with `cfg`; if that was a guess, an entry of a near shape may replace it."""
         answer = token(cfg)
         with self._lock:
             answers = self._answers.setdefault(key, [])
@@ -260,20 +260,20 @@ class Served:
                 self._guessed.setdefault(_group(key), set()).add(key)
 
     def forget(self, key: Hashable) -> None:
-        """The call that asked was answered by somebody else, whom a change here does not concern."""
+        """Forgets a call that another cache answered: changes here do not concern it."""
         with self._lock:
             answers = self._answers.get(key, [])
             if _PENDING in answers:
                 answers.remove(_PENDING)
 
     def changed(self, key: Hashable, cfg: Any, *, transferable: bool = True) -> None:
-        """The cache now holds `cfg` (None: nothing) under `key`; other calls may take it if it is transferable."""
+        """Notes that the cache now holds `cfg` (or None) under `key`; other calls may use it if it is transferable."""
         held, group = token(cfg), _group(key)
         for_others = held if transferable else None
         with self._lock:
             answers = self._answers.get(key, [])
             guessed = self._guessed.get(group, set())
-            # Neighbours notice only what is new: not what this cache held, or has served, before.
+            # Near shapes are affected only by new configs: not by those that this cache held, or has given, before.
             new = self._held.get(key) != for_others and (key in guessed or not answers)
             self._held[key] = for_others
             if all(answer == held for answer in answers) and not (new and guessed - {key}):
@@ -301,7 +301,7 @@ def token_of(mapping: Mapping[Any, Any]) -> Hashable:
 
 
 def is_frozen(cfg: Any) -> bool:
-    """Whether a config surely cannot change under whoever holds it."""
+    """Whether a config surely cannot be changed in place."""
     if isinstance(cfg, tuple):
         return all(map(is_frozen, cfg))
     if is_dataclass(cfg) and not isinstance(cfg, type):

@@ -62,7 +62,7 @@ def _first(kernel: Kernel[Any, Any], method: str, suffixes: tuple[str, ...]) -> 
 def implementations(kernel: Kernel[Any, Any], context: str | None) -> Iterator[tuple[str, Callable[..., Any]]]:
     """(platform, run method) in the order in which they are tried when the config names none.
 
-    What is written for this hardware comes first, then `run_xla`, which works everywhere, then plain `run`.
+    Methods for this hardware come first, then `run_xla`, which works everywhere, then plain `run`.
     """
     kind, preferred = device_kind(), get_device_platform()
     found: list[tuple[str, Callable[..., Any]]] = []

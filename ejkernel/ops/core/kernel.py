@@ -32,7 +32,7 @@ class _Tracing(threading.local):
 
 
 tracing = _Tracing()
-"""`active` while a kernel of this thread is being traced: what it notes on itself then is not a change to it."""
+"""`active` while a kernel of this thread is being traced: attributes that it sets then do not count as a change."""
 
 
 class KernelDefinitionError(EjkernelError, TypeError):
@@ -47,10 +47,10 @@ class Kernel(Generic[Cfg, Out]):
     `reference` and `example_inputs` for checking and tuning, `supports` and `prepare` for arguments. Every method
     that depends on the platform may carry its name as a suffix: see `ejkernel.ops.core.dispatch`.
 
-    A kernel is a value: instances of one class with equal simple attributes share their compiled programs, so building
-    one anew at each call is cheap. Assigning an attribute makes it another kernel for the calls that follow; what a
-    method changes in place, or while it is being traced, does not. A function of yours that was jitted before keeps the
-    kernel as it was, as it keeps everything that it closes over.
+    A kernel is a value: instances of one class with equal simple attributes share their compiled programs, so creating
+    one at each call is cheap. Assigning an attribute makes it another kernel for later calls; a change in place, or one
+    that a method makes while it is traced, does not. A function that you jitted before keeps the kernel as it was, like
+    everything that it closes over.
     """
 
     _ejkernel_programs: dict[Any, Any]
@@ -62,8 +62,8 @@ class Kernel(Generic[Cfg, Out]):
     """True for kernels that communicate over the axes of a mesh: their keys hold its size, and all processes tune them
     together."""
     leading_batch: bool = False
-    """True if `run` takes arrays with one more axis in front of each, and maps over it: it is then given a batch as it
-    is. For anything else write `run_batched(*args, cfg, in_axes, **kwargs)`."""
+    """True if `run` takes arrays with one more axis in front of each, and maps over it: it then gets a batch as it is.
+    For anything else write `run_batched(*args, cfg, in_axes, **kwargs)`."""
     record_integers: bool = False
     """True keeps small concrete integer arrays (group sizes, page tables) when calls are recorded."""
 
@@ -90,7 +90,7 @@ class Kernel(Generic[Cfg, Out]):
         return args, kwargs
 
     def supports(self, inv: Invocation[Cfg, Out], platform: str) -> bool | str:
-        """Whether the implementation for `platform` can serve `inv`; a reason in words means no."""
+        """Whether the implementation for `platform` supports `inv`; a text means no and gives the reason."""
         return True
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
@@ -110,9 +110,9 @@ class Kernel(Generic[Cfg, Out]):
         return self.config_space(inv)
 
     def describe_keywords(self, inv: Invocation[Cfg, Out]) -> Mapping[str, Any]:
-        """The static keywords of a call as its caller writes them, for people to read; never part of a key.
+        """The static keywords of a call as its caller writes them, for messages; never part of a key.
 
-        A kernel whose `prepare` turns keywords into something else says here what they were.
+        A kernel whose `prepare` changes its keywords returns here what they were.
         """
         is_static = lambda value: value is not None and not any(map(arguments.is_array, jax.tree.leaves(value)))
         return {name: value for name, value in inv.abstract_kwargs.items() if is_static(value)}
@@ -122,7 +122,7 @@ class Kernel(Generic[Cfg, Out]):
 
     @property
     def cfg_type(self) -> Any:
-        """The config class, from the type argument of `Kernel[Cfg, Out]`; None where it is not given."""
+        """The config class, from the type argument of `Kernel[Cfg, Out]`; None if it is not given."""
         for cls in type(self).__mro__:
             for base in getattr(cls, "__orig_bases__", ()):
                 origin, given = typing.get_origin(base), typing.get_args(base)
@@ -154,7 +154,7 @@ class Kernel(Generic[Cfg, Out]):
             del self.__dict__[PROGRAMS]
 
     def __getstate__(self) -> Any:
-        """Compiled programs stay behind when a kernel is copied or pickled."""
+        """Compiled programs are not copied or pickled with a kernel."""
         state = super().__getstate__()
         drop = lambda attributes: {k: v for k, v in attributes.items() if k != PROGRAMS} if attributes else attributes
         return (drop(state[0]), *state[1:]) if isinstance(state, tuple) else drop(state)
@@ -205,7 +205,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @cached_property
     def signature(self) -> dict[str, Any]:
-        """All that `call_key` stands for, readable and JSON-able."""
+        """Everything that `call_key` is a hash of, readable and JSON-able."""
         version = self.kernel.version if self.kernel is not None else "0"
         where = {"batch_axes": self.batch_axes, "context": self.context, "axes": self.axes}
         return fingerprint.signature(self.op_id, version, self.args, self.kwargs, **where)
@@ -223,7 +223,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Where configs for this call are kept: device, operation, call."""
+        """The key of this call's configs: device, operation, call key."""
         return self.device_fingerprint, self.op_id, self.call_key
 
     @property
@@ -244,10 +244,10 @@ def has_own_gradient(kernel: Kernel[Any, Any]) -> bool:
 
 
 def runs_as_operation(kernel: Kernel[Any, Any]) -> bool:
-    """Whether a call is jitted and one operation of JAX's, or left in its caller's trace as it is.
+    """Whether a call is jitted as one JAX operation, or is part of its caller's trace.
 
-    The latter for a kernel that wants to see values, and for one with a gradient of its own that holds traced values:
-    they would be gone when its backward is traced.
+    It is part of the caller's trace if the kernel needs concrete values, or if it has its own gradient and holds traced
+    values: these would be gone when its backward is traced.
     """
     if not kernel.jit or kernel.state() is not None or not has_own_gradient(kernel):
         return kernel.jit
@@ -262,7 +262,7 @@ def holds_tracers(kernel: Kernel[Any, Any]) -> bool:
 def _any_tracer(value: Any) -> bool:
     try:
         leaves = jax.tree.leaves(value)
-    except ValueError:  # A dict whose keys have no order is no pytree.
+    except ValueError:  # A dict whose keys cannot be sorted is not a pytree.
         return False
     return any(isinstance(x, Tracer) for x in leaves)
 
@@ -273,12 +273,12 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _has_slots(cls: type) -> bool:
-    """Whether instances hold attributes outside of their `__dict__`."""
+    """Whether instances hold attributes outside their `__dict__`."""
     return any(inspect.ismemberdescriptor(member) for _, member in _members(cls))
 
 
 def key_builder_of(kernel: Kernel[Any, Any]) -> Callable[[Invocation[Any, Any]], str] | None:
-    """`kernel.key_builder` as a function of the call, also where a plain function was put into the class body."""
+    """`kernel.key_builder` as a function of the call, also if a plain function is in the class body."""
     found = inspect.getattr_static(kernel, "key_builder", None)
     if inspect.isfunction(found):
         parameters = inspect.signature(found).parameters.values()

@@ -1,4 +1,4 @@
-"""A kernel that communicates, outside of the user's program: on a mesh of its own, every device with the same data."""
+"""A kernel that communicates, outside the user's program: on a separate mesh, every device with the same data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MeshError(EjkernelError, RuntimeError):
 
 
 class MeshedKernel(Kernel[Any, Any]):
-    """A kernel inside of `jax.shard_map` over axes of the given sizes."""
+    """A kernel inside `jax.shard_map` over axes of the given sizes."""
 
     def __init__(self, inner: Kernel[Any, Any], mesh: Mesh) -> None:
         super().__init__(op_id=inner.op_id)
@@ -56,7 +56,7 @@ class MeshedKernel(Kernel[Any, Any]):
 
 
 def on_mesh(kernel: Kernel[Any, Any], axes: Mapping[str, int]) -> tuple[Kernel[Any, Any], Callable[[Any], Any]]:
-    """A kernel, forward or backward, on a mesh with these axes; and what puts its arguments there."""
+    """A kernel, forward or backward, on a mesh with these axes; and a function that puts its arguments there."""
     needed, have = math.prod(axes.values()), len(jax.devices())
     if needed > have:
         raise MeshError(f"{kernel.op_id}: was called on a mesh of {dict(axes)}, {needed} devices; there are {have}.")

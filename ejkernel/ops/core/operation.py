@@ -1,4 +1,4 @@
-"""An operation as a list of backends: what they serve, their configs, dispatch and gradients follow from the list."""
+"""An operation as a list of backends: support checks, configs, dispatch and gradients are derived from the list."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Operation(Kernel[Cfg, Out]):
 
     backends: ClassVar[tuple[Backend, ...]] = ()
     source_modules: ClassVar[tuple[str, ...]] = ()
-    """Names of the modules whose code counts as the operation's own: those of its backends."""
+    """Names of the modules that are part of the operation's source hash: those of its backends."""
     workload_module: ClassVar[str | None] = None
     """Name of a module with `WORKLOADS`, the named calls of tests, benchmarks and packs."""
 
@@ -103,7 +103,7 @@ class Operation(Kernel[Cfg, Out]):
         return backend.refusal(inv, backward=backward, interpret=self.interpret)
 
     def ranked(self, inv: Invocation[Any, Any], *, backward: bool) -> Sequence[Backend]:
-        """The backends, the most promising for this call first; an untuned call takes the first that serves it."""
+        """The backends, the most promising for this call first; an untuned call uses the first that supports it."""
         return self.backends
 
     def serving(self, inv: Invocation[Any, Any], *, backward: bool = False) -> list[Backend]:
@@ -111,7 +111,7 @@ class Operation(Kernel[Cfg, Out]):
         asked = inv.kwargs.get("platform")
         order = list(self.ranked(inv, backward=backward))
         if self.interpret:
-            # Only where it is the one being tried: interpreted code is never the fastest.
+            # Only if it is the one being tried: interpreted code is never the fastest.
             order = [b for b in order if not b.interpret or b.platform == inv.platform]
             order.sort(key=lambda b: b.platform != inv.platform)
         return [b for b in order if asked in (None, b.platform) and self._refusal(b, inv, backward) is None]
@@ -202,10 +202,10 @@ class Operation(Kernel[Cfg, Out]):
 
 
 class DifferentiableOperation(Operation[Cfg, Out]):
-    """An operation whose backends have a backward of their own, chosen and tuned apart from the forward.
+    """An operation whose backends have their own backward, chosen and tuned separately from the forward.
 
-    JAX differentiates the forward of a backend that has none. What a forward leaves for the backward must be the same
-    for all backends: any backward may follow any forward.
+    JAX differentiates the forward of a backend that has none. Residuals must have the same meaning in all backends: any
+    backward may follow any forward.
     """
 
     @classmethod
@@ -243,7 +243,7 @@ class DifferentiableOperation(Operation[Cfg, Out]):
         return backward(residuals, out, dout, *args, params=params, **options)
 
     def _differentiated(self, backend: Backend, dout: Any, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-        """What JAX makes of the forward with its guess; for backends that XLA compiles."""
+        """The gradient that JAX derives from the forward with its guess; for backends that XLA compiles."""
         moving = [i for i, x in enumerate(args) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
 
         def run(*moved: Any) -> Any:
@@ -257,7 +257,7 @@ class DifferentiableOperation(Operation[Cfg, Out]):
 
 
 def _bind(cls: type[Operation[Any, Any]], method: str, backend: Backend) -> None:
-    """Adds `<method>_<platform>`, by which kernels are dispatched, unless the class has written it."""
+    """Adds `<method>_<platform>`, by which kernels are dispatched, unless the class defines it."""
     name = f"{method}_{backend.platform}"
     if name in cls.__dict__:
         return

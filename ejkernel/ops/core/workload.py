@@ -18,13 +18,13 @@ class Workload:
     """One call of an operation.
 
     Attributes:
-      name: What tables and the command line call it.
+      name: Its name in tables and on the command line.
       device: The kind of device that it is a workload of.
       shapes: Shape and dtype of each positional argument; None where there is no array.
       kwargs: The keyword arguments, static ones.
-      flops: Operations of the forward; 0 where they do not matter.
+      flops: Operations of the forward; 0 if they do not matter.
       backward_flops: Operations of the backward alone.
-      bytes: What the forward must read and write at least; 0 where it does not matter.
+      bytes: What the forward must read and write at least; 0 if it does not matter.
       backward_bytes: What the backward alone must read and write.
       draw: Fills the arrays, `draw(key, args) -> args`; by default normal floats. Needed for integers.
     """

@@ -39,7 +39,7 @@ def vmap_with_config(
     spmd_axis_name: Any = None,
     cfg: Cfg | None = None,
 ) -> Callable[..., Out]:
-    """`jax.vmap` of a kernel's call, compiled, with one selection: for the batch, on shapes alone.
+    """`jax.vmap` of a kernel's call, compiled, with one selection: for the batch, from shapes only.
 
     `vmap_with_config(executor, kernel, ...)`, or `vmap_with_config(kernel, ...)` for the default executor. Keyword
     arguments of the function that it returns are not mapped.
@@ -47,15 +47,16 @@ def vmap_with_config(
     Args:
       executor: Which executor runs the kernel; or the kernel.
       kernel: What to run.
-      in_axes: As in `jax.vmap`: an int, None, a tuple or list with one entry a positional argument, nested for pytrees.
+      in_axes: As in `jax.vmap`: an int, None, or a tuple or list with one entry per positional argument, nested for
+        pytrees.
       out_axes: As in `jax.vmap`.
-      axis_name: For collectives inside of the kernel.
-      axis_size: Of the batch, where no argument shows it.
+      axis_name: For collectives inside the kernel.
+      axis_size: Of the batch, if no argument shows it.
       spmd_axis_name: As in `jax.vmap`.
       cfg: An explicit config; nothing is selected then.
     """
     chosen, found = _parties("vmap_with_config", executor, kernel)
-    cfg = copy.deepcopy(cfg)  # The one that was given, whatever becomes of it until the first call.
+    cfg = copy.deepcopy(cfg)  # A copy, so that changes before the first call do not matter.
     axes = {"in_axes": _axes(in_axes), "out_axes": out_axes}
     options = {**axes, "axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
     jax.vmap(_parties, **options)  # Wrong axes are refused here and not at the first call.
@@ -79,7 +80,7 @@ def pmap_with_config(
     devices: Any = None,
     cfg: Cfg | None = None,
 ) -> Callable[..., Out]:
-    """`jax.pmap` of a kernel's call, with one selection: for what one device gets, on shapes alone.
+    """`jax.pmap` of a kernel's call, with one selection: for what one device gets, from shapes only.
 
     Both call forms, `in_axes` and keyword arguments are as in `vmap_with_config`.
 
@@ -88,7 +89,7 @@ def pmap_with_config(
       kernel: What to run.
       in_axes: As in `vmap_with_config`.
       out_axes: As in `jax.pmap`.
-      axis_name: For collectives inside of the kernel.
+      axis_name: For collectives inside the kernel.
       axis_size: As in `jax.pmap`.
       devices: As in `jax.pmap`.
       cfg: An explicit config.
@@ -119,7 +120,7 @@ class _Key:
 
 
 class _Pmapped:
-    """`jax.pmap` of a call, one for each set of static values: JAX knows compiled programs by their function."""
+    """`jax.pmap` of a call, one for each set of static values: JAX finds compiled programs by their function."""
 
     cfg = None
 
@@ -139,14 +140,16 @@ class _Pmapped:
         statics = arguments.Statics(treedef, given, tuple(itertools.compress(leaves, map(operator.not_, given))))
         key = arguments.static_key(self._name, statics)
         if key not in self._mapped:
-            # One array an argument: given trees, `jax.pmap` takes axes for leaves where there are as many of both.
+            # One array per argument: with trees, `jax.pmap` confuses axes and leaves if there are as many of both (seen
+            # with JAX 0.10.2 and 0.12.0).
             run = lambda *arrays: self._merged(arrays, statics)
             in_axes = tuple(itertools.compress(axes, given))
             bounded(self._mapped, key, jax.pmap(run, in_axes=in_axes, **self._options))
         try:
             return self._mapped[key](*itertools.compress(leaves, given))
         except ValueError:
-            # Of axes that are missing or of different sizes, `jax.vmap` tells more than `jax.pmap`.
+            # For axes that are missing or of different sizes, the errors of `jax.vmap` say more than those of
+            # `jax.pmap`.
             shown = jax.tree.map(lambda x: x if arguments.is_array(x) else np.asarray(0), args)
             jax.eval_shape(jax.vmap(lambda *_: (), in_axes=self._in_axes), *shown)
             raise
@@ -159,7 +162,7 @@ class _Pmapped:
         """The axis of each leaf of the arguments; keyword arguments have none."""
         if isinstance(self._in_axes, tuple) and len(self._in_axes) != len(args):
             raise BatchArgumentError(
-                f"{self._name}: pmap_with_config's in_axes must have one entry a positional argument, got "
+                f"{self._name}: pmap_with_config's in_axes must have one entry per positional argument, got "
                 f"{len(self._in_axes)} entries, {self._in_axes!r}, for {len(args)} arguments."
             )
         axes: list[int | None] = []
@@ -167,7 +170,7 @@ class _Pmapped:
         try:
             jax.tree.map(add, (self._in_axes, None), (args, kwargs), is_leaf=lambda x: x is None)
         except ValueError:
-            jax.vmap(lambda *_: (), in_axes=self._in_axes)(*args)  # Says which part of which does not fit.
+            jax.vmap(lambda *_: (), in_axes=self._in_axes)(*args)  # Its error says which part does not fit.
             raise
         return axes
 

@@ -52,14 +52,14 @@ from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.canonical import canonical
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 
-# Bound here, for the sake of the one look that every call takes.
+# Bound here, because every call looks it up.
 _trace_state, _EAGER = _compat.trace_state, _compat.EAGER
 _SHARDING = frozenset({"mesh", "in_specs", "out_specs"})
 _keywords: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 class ChooserError(EjkernelError, TypeError):
-    """What was given to choose configs cannot choose."""
+    """The given chooser cannot choose configs."""
 
 
 class Explanation(NamedTuple):
@@ -98,22 +98,22 @@ class CompiledCall(Generic[Out]):
         return _call(self._program, args, kwargs)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """As of a function that `jax.jit` returned; arguments may be abstract."""
+        """As `trace` of a jitted function; arguments may be abstract."""
         return self._program.staged(args, kwargs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As of a function that `jax.jit` returned; the program takes the arguments that are arrays."""
+        """As `lower` of a jitted function; the program takes the arguments that are arrays."""
         return self.trace(*args, **kwargs).lower()
 
 
 class _Table(dict[Hashable, Program]):
-    """The programs of one kernel by their fixed config; owned by an executor, and only referred to by kernels."""
+    """The programs of one kernel by their fixed config; owned by an executor; kernels only refer to it weakly."""
 
     __slots__ = ("__weakref__", "latest")
 
 
 class _Token:
-    """Stands for a kernel that shares its programs with nobody, for as long as it stays what it is."""
+    """The key of a kernel that shares its programs with no other, until one of its attributes changes."""
 
 
 class Executor:
@@ -142,13 +142,13 @@ class Executor:
     def __call__(self, kernel: Kernel[Cfg, Out], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Runs `kernel` on the arguments, with `cfg` or with the config that the chooser gives.
 
-        With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry a positional argument, and
+        With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry per positional argument, and
         `out_specs=` is for the output; keyword arguments are whole on every device. The config is chosen for a shard.
         """
         if kwargs and not _SHARDING.isdisjoint(kwargs) and _asks_to_shard(kernel, kwargs):
             return self._sharded(kernel, cfg, args, kwargs)
         try:
-            # By attribute, not by PROGRAMS in __dict__: it is the one line that every call pays for.
+            # By attribute, not by PROGRAMS in __dict__, which is slower: every call runs this line.
             program = kernel._ejkernel_programs[self._key]()[cfg]
         except (KeyError, TypeError, AttributeError):
             program = self._program(kernel, cfg)
@@ -156,7 +156,7 @@ class Executor:
             # Equal is not enough: C(1) == C(1.0).
             program = self._program(kernel, cfg)
         if _trace_state.value is not _EAGER and (batches := _differentiated_batches(kernel, args, kwargs)):
-            # Inside of a jitted call they cannot be seen, and once it is differentiated it is too late to choose.
+            # Inside a jitted call the batches cannot be seen, and after differentiation it is too late to choose.
             program = self._program(kernel, cfg, batches)
         try:
             return program.call(*args, **kwargs)
@@ -168,8 +168,8 @@ class Executor:
             except InputsWanted:
                 pass
         if _shows_batch(args, kwargs):
-            # Measured is the batch; what a single call would get is of no interest. Unless `prepare` leaves out what is
-            # batched: then data is wanted, and there is a way to ask for it below.
+            # The batch is measured, so a single call's config is not needed. If `prepare` drops what is batched, data
+            # is needed; it is requested below.
             with contextlib.suppress(InputsWanted):
                 return self._run_here(kernel, cfg, args, kwargs)
         return self._pipeline.with_inputs(known(kernel, args, kwargs), lambda: _call(program, args, kwargs))
@@ -183,7 +183,7 @@ class Executor:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Runs a kernel inside of a transformation: `make(run)` is made once for each `key`, which holds the config."""
+        """Runs a kernel inside a transformation: `make(run)` is made once for each `key`, which holds the config."""
         try:
             program = kernel._ejkernel_programs[self._key]()[key]
         except (KeyError, TypeError, AttributeError):
@@ -193,7 +193,7 @@ class Executor:
         try:
             return _call(program, args, kwargs)
         except InputsWanted:
-            # Its shards have their data inside of the transformation only.
+            # Its shards have their data only inside the transformation.
             return self._pipeline.with_inputs(((), {}), lambda: _call(program, args, kwargs))
 
     def _sharded(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -208,7 +208,7 @@ class Executor:
     def compile(
         self, kernel: Kernel[Cfg, Out], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any
     ) -> CompiledCall[Out]:
-        """A jitted function of arguments like these, compiled, with the configs they get now for good."""
+        """A compiled function for arguments like these; it keeps the configs that they get now."""
         _refuse_to_shard(kernel, kwargs, "compile")
         attempt = self._first_attempt(self._invocation_to_choose(kernel, args, kwargs, cfg))
         abstract = Invocation(kernel=kernel, args=args, kwargs=kwargs).is_abstract
@@ -302,8 +302,8 @@ class Executor:
     def _runner(
         self, kernel: Kernel[Any, Any], table: _Table, cfg: Any, batches: tuple[Batch, ...] = ()
     ) -> Callable[[Args, Kwargs], Any]:
-        """What traces a call of `kernel` with `cfg`, for one example of `batches` if there are any."""
-        # A copy of what could change: the program belongs to the config as it was given.
+        """The function that traces a call of `kernel` with `cfg`, for one example of `batches` if there are any."""
+        # A copy if it could change: the program belongs to the config as it was given.
         fixed_cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)
         return partial(self._trace, kernel.state(), _holder(kernel), weakref.ref(table), fixed_cfg, batches)
 
@@ -312,7 +312,7 @@ class Executor:
         state = kernel.state()
         links = kernel.__dict__.setdefault(PROGRAMS, {})
         if state is None:
-            # The token goes with the links when an attribute is assigned, and the table with the token.
+            # Assigning an attribute drops the token, and with it the table.
             token = links.setdefault(_Token, _Token())
             table = self._own.get(token)
             if table is None:
@@ -338,14 +338,14 @@ class Executor:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Traces with an instance that is still what it was when its program was made."""
+        """Traces with an instance that has not changed since its program was made."""
         kernel, programs = holder(), table()
         if kernel.state() != state and programs is not None:
             latest = programs.latest()
             kernel = latest if latest is not None and latest.state() == state else kernel
         if kernel.state() is None and has_own_gradient(kernel):
-            # Equations hold the kernel for their gradient, and its programs hold them: of a copy, so that the kernel
-            # itself, and with it its programs, goes when nobody else has it.
+            # The programs hold equations, which hold the kernel for their gradient. A copy is used, so that the kernel
+            # and its programs are freed when nothing else refers to it.
             kernel = copy.copy(kernel)
         return self._run_here(kernel, cfg, args, kwargs, batches)
 
@@ -360,7 +360,7 @@ class Executor:
 
 
 def _asks_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs) -> bool:
-    """Whether a call is to be wrapped in `shard_map`; a keyword that the kernel's own methods name is theirs."""
+    """Whether to wrap a call in `shard_map`; a keyword that the kernel's own methods have belongs to them."""
     return not (_SHARDING & set(kwargs)) <= _named_keywords(type(kernel))
 
 
@@ -388,7 +388,7 @@ def _shows_batch(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _differentiated_batches(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Batch, ...]:
-    """The batches around a call, innermost first, if inside of one of them it is differentiated."""
+    """The batches around a call, innermost first, if inside one of them it is differentiated."""
     if not _compat.is_transforming():
         return ()
     arrays, _ = arguments.split((args, kwargs))
@@ -404,7 +404,7 @@ def _check_kernel(kernel: Any) -> None:
 
 
 def _holder(kernel: Kernel[Any, Any]) -> Callable[[], Any]:
-    """A kernel that shares its programs with nobody need not outlive its last user on their account."""
+    """A reference to a kernel; weak if no other kernel shares its programs, so that they do not keep it alive."""
     return weakref.ref(kernel) if kernel.state() is None else lambda: kernel
 
 
@@ -416,7 +416,7 @@ def _call(program: Program, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _record_data(holder: Callable[[], Any], args: Args, kwargs: Kwargs) -> None:
-    """Records an eager call with its small integers, before tracing takes them away."""
+    """Records an eager call with its small integers, which tracing would hide."""
     if env.recording() and not any_tracer(args, kwargs):
         kernel = holder()
         args, kwargs = prepared(kernel, args, kwargs)
@@ -428,7 +428,7 @@ _default_lock = threading.Lock()
 
 
 def default_executor() -> Executor:
-    """The executor behind `kernel(...)` and `ejkernel.modules`: one a process, made at first use."""
+    """The executor behind `kernel(...)` and `ejkernel.modules`; one per process, made at first use."""
     global _default
     if _default is None:
         with _default_lock:
@@ -450,7 +450,7 @@ def call_by_default(kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> A
 
 
 def set_default_executor(executor: Executor | None) -> None:
-    """Replaces the default executor; None has a new one made at next use."""
+    """Replaces the default executor; with None, a new one is made at the next use."""
     global _default
     if executor is not None and not isinstance(executor, Executor):
         raise ChooserError(f"set_default_executor: expected an Executor, got {type(executor).__name__}.")

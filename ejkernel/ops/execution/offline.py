@@ -1,3 +1,3 @@
-"""The public home of `autotune_lowered`, which the room for work before a run holds."""
+"""The public module of `autotune_lowered`, which is defined in `ejkernel.ops.offline`."""
 
 from ejkernel.ops.offline.lowered import autotune_lowered as autotune_lowered

@@ -1,6 +1,6 @@
-"""The parts of a call that JAX meets as one operation each: the whole call, and its gradient's forward and backward.
+"""The parts of a call that are one JAX operation each: the whole call, and its gradient's forward and backward.
 
-Each is batched as a whole: the config is chosen for the batch, and a kernel that can is given the batch.
+Each is batched as a whole: the config is chosen for the batch, and a kernel that can run batches gets the batch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Part:
 
     Attributes:
       name: Of the operation in profiles.
-      make: What runs with an attempt.
+      make: Makes the function that runs with an attempt.
       choose: The attempt for a batch of calls, given the batch's data or None.
       first: How many operands come before the call's own arrays.
-      pinned: Gives the attempt, if it is not to be chosen anew.
-      at_once: What runs a whole batch with an attempt, if anything does.
-      is_alive: Whether there is still a kernel to ask; if not, its equations are mapped as they are.
-      batches: The `jax.vmap` that were met so far, innermost first.
+      pinned: Gives the attempt, if it must not be chosen again.
+      at_once: The function that runs a whole batch with an attempt, if there is one.
+      is_alive: Whether the kernel still exists; if not, its equations are mapped as they are.
+      batches: The `jax.vmap` applied so far, innermost first.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Part:
         return f"<{self.name} under {len(self.batches)} vmap>" if self.batches else f"<{self.name}>"
 
     def bind(self, operands: Sequence[Any], attempt: Attempt) -> Sequence[Any]:
-        """The part as one operation, with `attempt` for as long as no batch says otherwise."""
+        """The part as one operation, with `attempt` unless a batch replaces it."""
         return call.bind(self._mapped(attempt), self, operands, self.name)
 
     def seen(self, operands: Sequence[Any]) -> Attempt | None:
@@ -83,7 +83,7 @@ class Part:
         try:
             return part.bind(operands, attempt)
         except NotImplementedError:
-            return None  # The equations are those of an implementation that can.
+            return None  # The equations are those of an implementation that supports the call.
 
     def _choose(self, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         return self.choose([replace(b, dims=b.dims[self.first :]) for b in batches], data)
@@ -125,8 +125,8 @@ class WholeCall:
     def __init__(self, pipeline: Pipeline, fixed: Fixed, inv: Invocation[Any, Any], statics: arguments.Statics) -> None:
         self.pipeline = pipeline
         kernel = fixed.kernel
-        # Equations stay in JAX's caches, and a kernel that shares its programs with nobody must not stay with them;
-        # unless it is wanted for their gradient.
+        # Equations stay in JAX's caches. They must not keep a kernel alive that shares its programs with no other,
+        # unless it is needed for their gradient.
         weak = kernel.state() is None and not has_own_gradient(kernel)
         self._kernel = weakref.ref(kernel) if weak else lambda: kernel
         self._cfgs = fixed[1:]
@@ -160,7 +160,7 @@ class WholeCall:
         return self._flat.restore(self._bound(part, arrays, attempt))
 
     def _again(self, attempt: Attempt) -> Callable[[], Attempt]:
-        """What makes an attempt for a batch anew: the attempt itself would keep its kernel alive."""
+        """Data to make an attempt for a batch again: the attempt itself would keep its kernel alive."""
         assert attempt.batch is not None
         assert attempt.batch.kernel is not None
         batches = batches_around(attempt.batch.kernel)
@@ -232,7 +232,7 @@ class WholeCall:
         """`fwd_with_residuals` of the attempt that serves the call, or of the next one that can."""
         kernel, run = self.fixed.kernel, self.pipeline.labelled
         if residual_pair(kernel, first) is None:
-            # With its gradient: the backward is a function of the arguments, so a gradient of a gradient has one too.
+            # With its gradient: the backward is a function of the arguments, so the gradient of a gradient works too.
             return self._differentiable(first, args, kwargs), (None, None, autodiff.Note(first))
         reasons: dict[str, str] = {}
         others = (a for a in self.pipeline.attempts(first.inv, reasons) if a.platform != first.platform)
@@ -249,11 +249,11 @@ class WholeCall:
         raise dispatch.UnsupportedCallError(first.inv, reasons)
 
     def _agreeing(self, first: Attempt, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
-        """The attempt for a batch, if it leaves the backward the same things: these are fixed once it is traced."""
+        """The attempt for a batch, if its residuals have the same types, which are fixed once they are traced."""
         attempt = self.pipeline.batched_attempt(self.fixed, self.inv, batches)
         if same_cfg(attempt.cfg, first.cfg) or self._residual_types(attempt) == self._residual_types(first):
             return attempt
-        # What was asked for is the batch's config, and if there is one, nothing is missing.
+        # The batch's config is needed; if there is one, nothing is missing.
         return first._replace(batch=attempt.batch, error=attempt.error)
 
     def _residual_types(self, attempt: Attempt) -> Any:
@@ -303,14 +303,14 @@ class WholeCall:
     def _shares_cfg(self, forward: Attempt) -> bool:
         """Whether the backward must have the config that its residuals were made with.
 
-        It cannot be chosen anew for a batch that is met later: the two parts are met one by one, and need not show the
-        same batch.
+        It cannot be chosen again for a later batch: JAX batches the two parts one after the other, and they may show
+        different batches.
         """
         kernel = self.fixed.kernel
         return BackwardKernel.of(kernel) is None and residual_pair(kernel, forward) is not None
 
     def _backward_choice(self, forward: Attempt, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
-        # A batch of cotangents alone is none of calls: the forward ran once, with its own config.
+        # If only cotangents are batched, there is no batch of calls: the forward ran once, with its own config.
         batches = [batch for batch in batches if any(d is not None for d in batch.dims)]
         if not batches:
             return self.pipeline.backward_attempt(self.fixed, forward)

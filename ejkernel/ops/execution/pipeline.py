@@ -1,4 +1,4 @@
-"""One call, while it is traced: prepare, select, record, and label what runs."""
+"""One call while it is traced: prepare, select, record, label and run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ConfigChooser(Protocol):
 
 
 class InputsWanted(Exception):
-    """The config is about to be measured, so the call's own data is wanted if there is any."""
+    """The config is about to be measured, so the call's own data is needed if there is any."""
 
 
 class Fixed(NamedTuple):
@@ -61,7 +61,7 @@ class Attempt(NamedTuple):
     batch: Invocation[Any, Any] | None = None
     """The batch of calls that it was chosen for."""
     error: Exception | None = None
-    """Why it may not run, if it may not: it may yet turn out to be one of a batch, or dead."""
+    """Why it may not run, if so; it is not raised at once, because the call may be part of a batch, or dead code."""
 
 
 class Choice(NamedTuple):
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 
 
 class Pipeline:
-    """The steps of a call, with the chooser that they ask."""
+    """The steps of a call, with the chooser that they use."""
 
     def __init__(self, chooser: ConfigChooser, stamp_prefix: str) -> None:
         self.chooser = chooser
@@ -81,7 +81,7 @@ class Pipeline:
         self._local = threading.local()
 
     def run(self, fixed: Fixed, args: Args, kwargs: Kwargs, batches: Sequence[Batch] = ()) -> Any:
-        """Runs a call on what are usually tracers, for one example of `batches` if there are any.
+        """Runs a call, usually on tracers, for one example of `batches` if there are any.
 
         Raises:
           InputsWanted: The chooser will measure; call again inside `with_inputs`.
@@ -120,7 +120,7 @@ class Pipeline:
         return ask is not None and ask(inv, inv.kernel)
 
     def with_inputs(self, inputs: tuple[Args, Kwargs], call: Callable[[], Any]) -> Any:
-        """`call()`, with the data that tuning will use within reach of the trace, as far as there is any."""
+        """`call()`, during which the trace can read the data that tuning needs, if there is any."""
         self._local.inputs = inputs
         try:
             return call()
@@ -128,8 +128,8 @@ class Pipeline:
             self._local.inputs = None
 
     def _chooser_with_data(self, inv: Invocation[Any, Any], args: Args, kwargs: Kwargs) -> Choose:
-        """`chooser.choose`, shown the call's data for as long as the choice takes and no longer."""
-        # Taken, not read: a kernel may call other kernels, and these inputs are not theirs.
+        """`chooser.choose`, with the call's data only while it chooses."""
+        # The inputs are removed, not only read: a kernel may call other kernels, which have other inputs.
         inputs, self._local.inputs = getattr(self._local, "inputs", None), None
         if inputs is None and self.needs_inputs(inv):
             if any_tracer(args, kwargs):
@@ -163,7 +163,7 @@ class Pipeline:
             named = dispatch.forced_platform(kernel, cfg)
             if named not in (None, platform):
                 yield from self._forced(inv, named, cfg, reasons)
-                # The backend that was chosen cannot serve after all: go on with this one's guess.
+                # The chosen backend cannot serve the call after all: continue with the guess of this one.
                 cfg = heuristic(here, kernel)
                 if dispatch.forced_platform(kernel, cfg) not in (None, platform):
                     continue
@@ -219,7 +219,7 @@ class Pipeline:
     def labelled(self, attempt: Attempt, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs a method with the attempt's config, under its label.
 
-        What is demanded is what is labelled: so `autotune_lowered` finds in a program all that it will ask for.
+        A program has a label for each config that it needs, so `autotune_lowered` finds all of them.
         """
         with label_scope(attempt.batch or attempt.inv, self.stamp_prefix, attempt.cfg):
             out = method(*args, cfg=attempt.cfg, **kwargs)
@@ -230,13 +230,13 @@ class Pipeline:
     ) -> Attempt:
         """The forward's attempt, or one with the backward's own config and label if the kernel has them.
 
-        `data()` gives the forward's arguments, where there is more than their shapes to tune with.
+        `data()` gives the forward's arguments, if there are values to tune with.
         """
         backward = BackwardKernel.of(fixed.kernel)
         if backward is None:
             return forward
         inv = backward_invocation(backward, forward.inv)
-        # What the backward is given depends on the forward that ran; tuning the one needs the other.
+        # The backward's inputs depend on the forward that ran, so tuning it needs the forward.
         inv = replace(inv, platform=forward.platform, metadata={**inv.metadata, "forward_cfg": forward.cfg})
         registry.note_traced(backward, inv)
         cfg, error = fixed.vjp_cfg, None
@@ -264,7 +264,7 @@ def _whole(fixed: Fixed, inv: Invocation[Any, Any], batches: Sequence[Batch]) ->
 def chosen_or_guess(
     choose: Choose, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
 ) -> tuple[Any, ConfigNotFoundError | None]:
-    """The config for a call; if there is none, the guess and why: a batch of such calls may still have one."""
+    """The config for a call; if there is none, the guess and the error: a batch may still have a config."""
     try:
         return choose(inv, kernel), None
     except ConfigNotFoundError as error:
@@ -282,7 +282,7 @@ def residual_pair(kernel: Kernel[Any, Any], attempt: Attempt) -> tuple[Callable[
 
 
 def _check_pair(kernel: Kernel[Any, Any]) -> None:
-    """Refuses a kernel that has one half of a gradient and on no platform the other: JAX would differentiate `run`."""
+    """Refuses a kernel that has only half of a gradient on all platforms: JAX would differentiate `run`."""
     pair = ("fwd_with_residuals", "vjp")
     missing = [m for m in pair if not any(name == m or name.startswith(f"{m}_") for name in dir(kernel))]
     if missing and not hasattr(kernel, "custom_vjp"):
@@ -319,7 +319,7 @@ def prepared(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args
 def _batches_after_prepare(
     kernel: Kernel[Any, Any], batches: Sequence[Batch], args: Args, kwargs: Kwargs
 ) -> list[Batch]:
-    """The batches of the arguments of a call, innermost first, as they are of what `kernel.prepare` makes of them."""
+    """The batches of a call's arguments after `kernel.prepare`, innermost first."""
     if getattr(kernel.prepare, "__func__", None) is Kernel.prepare:
         return list(batches)
     arrays, statics = arguments.split((args, kwargs))
@@ -337,7 +337,7 @@ def _batches_after_prepare(
 
 
 def known(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """What `prepare` makes of the arguments, shapes in place of what is traced; nothing of it is left in the trace."""
+    """The arguments after `prepare`, shapes in place of tracers; it adds nothing to the trace."""
     if not any_tracer(args, kwargs):
         return prepared(kernel, args, kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs))

@@ -1,4 +1,4 @@
-"""From an eager call to its compiled program: JAX's own dispatch does the work, if it is given only arrays.
+"""From an eager call to its compiled program: JAX's own dispatch does the work if all arguments are arrays.
 
 Three ways to call, each tried only when the one before it cannot serve the arguments: let JAX flatten everything;
 take top-level Python scalars out first; flatten everything here and take every static leaf out.
@@ -29,19 +29,20 @@ _SCALARS = frozenset({bool, int, float, complex, str, type, FunctionType, Builti
 
 
 class StaticFound(Exception):
-    """While tracing: an argument is a Python scalar, which is static here and an array to `jax.jit`."""
+    """Raised while tracing: an argument is a Python scalar, which is static here but an array for `jax.jit`."""
 
 
 REFUSED = (StaticFound, TypeError, OverflowError)
-"""What comes of arguments that are not arrays: the first from us, the others from `jax.jit`; integers may be large."""
+"""Errors for arguments that are not arrays: the first is ours, the others come from `jax.jit`, also for large
+integers."""
 
 
 class Program:
     """Every compiled variant of one kernel with one fixed config, or with none.
 
-    `call` raises one of `REFUSED` for arguments that are not all arrays; then `recover` serves them, and has
-    `call` do so from then on. `before`, if given, sees the arguments of every call. `cfg` is what callers compare
-    theirs with: the very object makes looking closer unnecessary.
+    `call` raises one of `REFUSED` for arguments that are not all arrays; then `recover` serves them, and changes `call`
+    to do so from then on. `before`, if given, sees the arguments of every call. Callers compare their config with
+    `cfg`: if it is the same object, no further comparison is needed.
     """
 
     __slots__ = ("_before", "_bound", "_jit", "_name", "_optimistic", "_split", "_trace", "call", "cfg")
@@ -49,7 +50,7 @@ class Program:
     def __init__(
         self, kernel: Kernel[Any, Any], trace: Trace, *, cfg: Any = None, before: Callable[..., None] | None = None
     ) -> None:
-        # Not the kernel itself: whether a program keeps it alive is for `trace` to say.
+        # Not the kernel itself: `trace` decides whether a program keeps it alive.
         self._name, self._jit = kernel.op_id, runs_as_operation(kernel)
         self.cfg = cfg
         self._trace = trace
@@ -103,7 +104,8 @@ class Program:
             self.staged(args, kwargs).lower().compile()
 
     def _new_optimistic(self, static_args: Any, static_kwargs: Any) -> Callable[..., Any]:
-        # JAX confuses a keyword argument with a parameter of its name: nobody calls theirs like these.
+        # `jax.jit` (seen with JAX 0.10.2 and 0.12.0) fails if a keyword has the name of `*args`, so these names are
+        # unusual.
         def call(*ejkernel_args: Any, **ejkernel_kwargs: Any) -> Any:
             if any(_looks_static(x) for x in jax.tree.leaves((ejkernel_args, ejkernel_kwargs))):
                 raise StaticFound
@@ -112,7 +114,7 @@ class Program:
                 merged[index] = value
             return self._trace(tuple(merged), {**ejkernel_kwargs, **dict(static_kwargs)})
 
-        # Inlined where it is part of another program: there, the call is one operation already.
+        # Inlined into other programs: there, the call is already one operation.
         return jax.jit(_named(call, self._name), inline=_compat.INLINE)
 
     def _call_bound(self, /, *args: Any, **kwargs: Any) -> Any:

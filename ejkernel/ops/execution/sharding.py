@@ -16,15 +16,15 @@ Kwargs = dict[str, Any]
 
 
 class ShardingArgumentError(EjkernelError, ValueError):
-    """`mesh`, `in_specs` and `out_specs` do not fit together, or not the call."""
+    """`mesh`, `in_specs` and `out_specs` do not fit together, or do not fit the call."""
 
 
 def shard_mapped(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` of `fn`, for arguments that may be sharded in any way; `in_specs` has one entry an argument."""
+    """`jax.shard_map` of `fn`, for arguments that may be sharded in any way; `in_specs` has one entry per argument."""
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
-    # There shardings are part of the types, and shard_map takes arguments only as they are.
+    # Here shardings are part of the types, and shard_map does not reshard its arguments.
     spec = lambda x: isinstance(x, PartitionSpec)
     place = lambda spec, tree: jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
     return lambda *args: mapped(*jax.tree.map(place, in_specs, args, is_leaf=spec))
@@ -61,7 +61,7 @@ def specs_of(in_specs: Any, count: int) -> tuple[Any, ...]:
 
 
 def check(mesh: Any, in_specs: Any, out_specs: Any) -> None:
-    """Refuses what has no meaning, in words."""
+    """Raises an error for arguments that do not fit."""
     if mesh is None:
         raise ShardingArgumentError("in_specs and out_specs need mesh=, a jax.sharding.Mesh; got mesh=None.")
     if not isinstance(mesh, Mesh):

@@ -1,4 +1,4 @@
-"""Measuring and choosing, as users call it."""
+"""The functions that users call to tune."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Recorded = Mapping[str, Mapping[str, tuple[Kernel[Any, Any], tuple[Any, ...], Ma
 
 
 class RecordedCallsError(EjkernelError, TypeError):
-    """What was given is neither recorded calls nor a selector."""
+    """The argument is neither recorded calls nor a selector."""
 
 
 def autotune(
@@ -53,12 +53,12 @@ def autotune(
     Args:
       kernel: What to tune.
       *args: The call's arguments, abstract or not.
-      configs: What to try, beside the kernel's guess, which always takes part and stays unless it is beaten; by
+      configs: The candidates, besides the kernel's guess, which always takes part and stays unless it is beaten; by
         default the kernel's own `config_space`. With it nothing is stored.
       num_warmup: Runs of each candidate before its first sample.
       num_iters: The least number of samples behind the winner's figures.
-      selector: Whose caches take the result; by default the default executor's. A call that was tuned on its disk
-        already is not measured again, except against candidates that are new.
+      selector: The selector whose caches get the result; by default the default executor's. A call that was tuned on
+        its disk already is not measured again, except against candidates that are new.
       tuner: Further settings; `num_warmup` and `num_iters` are then its own.
       **kwargs: The call's keyword arguments.
     """
@@ -70,7 +70,7 @@ def autotune(
         inv = replace(inv, args=args, kwargs=kwargs)
     inv = on_its_platform(inv, kernel)
     if configs is not None and selector is None and not isinstance(default_executor().chooser, ConfigSelectorChain):
-        selector = ConfigSelectorChain()  # Nothing will be stored, so anyone's will do.
+        selector = ConfigSelectorChain()  # Nothing will be stored, so any selector will do.
     tuning = _selector(selector).tune(inv, kernel, tuner=tuner, configs=configs)
     shortfall.warn(tuning, inv, kernel, stacklevel=2)
     return tuning.cfg
@@ -87,12 +87,12 @@ def autotune_recorded(
 
     Args:
       invocations: What `get_invocations()` returned, which is the default. A selector here is taken as `selector`.
-      selector: Whose caches take the results; by default the default executor's.
+      selector: The selector whose caches get the results; by default the default executor's.
       tuner: How to measure; by default the selector's own.
       executor: Any `concurrent.futures.Executor`, to measure each call on one of its workers instead of here.
 
     Returns:
-      A result with one entry a call; a call that could not be tuned is in `unmatched`, with the reason.
+      A result with one entry per call; a call that could not be tuned is in `unmatched`, with the reason.
     """
     if isinstance(invocations, ConfigSelectorChain):
         invocations, selector = (selector, invocations)
@@ -113,7 +113,7 @@ def autotune_recorded(
 def _recorded_invocation(
     op_id: str, call_key: str, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Invocation[Any, Any]:
-    """The call as it was traced: its context and platform are known to the registry, not to the mapping."""
+    """The call as it was traced: its context and platform are in the registry, not in the mapping."""
     traced = registry.traced(op_id, call_key, kernel)
     if traced is not None:
         return replace(traced, args=tuple(args), kwargs=dict(kwargs))

@@ -1,1 +1,1 @@
-"""Tuning what a program will call, before it runs, here or on other machines."""
+"""Tuning a program's calls before it runs, here or on other machines."""

@@ -1,7 +1,7 @@
 """Tuning on many machines: specs go out through any `concurrent.futures.Executor`, entries come back.
 
-`autotune_lowered(..., executor=pool)` and `autotune_recorded(..., executor=pool)` are the way in; `tune_specs` is for
-those who keep the entries themselves.
+`autotune_lowered(..., executor=pool)` and `autotune_recorded(..., executor=pool)` use it; `tune_specs` is for callers
+that store the entries themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 
 class FleetError(EjkernelError, ValueError):
-    """An executor cannot be had."""
+    """An executor cannot be created."""
 
 
 def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,12 +45,12 @@ def tune_spec(spec: specs.Spec, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unmeasured(tuning: Tuning, budget_s: float | None) -> str:
-    """Why a tuning has no result: its budget was over, or somebody stopped it."""
+    """Why a tuning has no result: its budget was used up, or it was stopped."""
     if budget_s is None or tuning.seconds < budget_s:
         return "stopped before anything was measured"
     return (
-        f"stopped before anything was measured: its budget of {budget_s:g} s was over while candidates were still "
-        "compiled and proved. Give it a larger one"
+        f"stopped before anything was measured: its budget of {budget_s:g} s was used up while candidates were still "
+        "compiled and checked. Give it a larger one"
     )
 
 
@@ -59,8 +59,8 @@ def tune_calls(
 ) -> AutotuningResult:
     """Tunes each distinct call on one worker, and stores the results in the selector's caches as they come in.
 
-    The result is of this device or, if no worker has such a one, of the workers'. What could not be tuned is in its
-    `unmatched`, and so is what was tuned on another device: that is in the store alone.
+    The result is for this device or, if no worker has such a device, for that of the workers. Calls that could not be
+    tuned are in `unmatched`, and so are calls that were tuned on another device: these are only in the store.
     """
     settings = _settings(tuner if tuner is not None else selector.tuner)
     sent, unmatched, found = {}, [], {}
@@ -87,7 +87,7 @@ def tune_calls(
 
 
 def keep(cache: PersistentCache, entry: StoredEntry) -> StoredEntry:
-    """Stores what a worker has found, and returns what is stored then: a tuning that was stopped replaces none."""
+    """Stores a worker's result, and returns what is stored then: a stopped tuning replaces no finished one."""
     mine = cache.own(*entry.place)
     if mine is not None and mine.complete and not entry.complete:
         return mine
@@ -108,9 +108,9 @@ def _settings(tuner: Any) -> dict[str, Any]:
 def tune_specs(
     calls: Iterable[specs.Spec], executor: Executor, settings: Mapping[str, Any] | None = None
 ) -> Iterator[TunedCall]:
-    """Tunes each distinct call on one worker, and yields the outcomes as they come in.
+    """Tunes each distinct call on one worker, and yields the results as they come in.
 
-    Forwards go first, because a backward is measured on what its forward leaves.
+    Forwards go first, because a backward is measured on its forward's residuals.
     """
     distinct = {(spec["op_id"], spec["call_key"]): spec for spec in calls}
     chosen: dict[tuple[str, str], Any] = {}
@@ -131,19 +131,19 @@ def _wave(calls: list[specs.Spec], executor: Executor, settings: Mapping[str, An
     for spec in calls:
         try:
             waiting[executor.submit(tune_spec, spec, dict(settings or {}))] = spec
-        except Exception as error:  # noqa: BLE001 - a pool that broke meanwhile; what it has finished still counts.
+        except Exception as error:  # noqa: BLE001 - the pool broke; what it has finished still counts.
             yield TunedCall(specs.key_of(spec), None, f"{type(error).__name__}: {error}")
     try:
         for future in as_completed(waiting):
             key, error = specs.key_of(waiting[future]), future.exception()
             if error is not None:
-                # Whatever broke on a worker concerns this call alone; the others go on.
+                # A failure on a worker concerns only this call; the others continue.
                 known = isinstance(error, EjkernelError)
                 yield TunedCall(key, None, str(error) if known else f"{type(error).__name__}: {error}")
             else:
                 yield TunedCall(key, entries.from_data(future.result()))
     finally:
-        for future in waiting:  # After Ctrl-C: what has not begun need not.
+        for future in waiting:  # After Ctrl-C: calls that have not begun are cancelled.
             future.cancel()
 
 

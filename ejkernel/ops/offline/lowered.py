@@ -1,4 +1,4 @@
-"""Offline: tune every ejkernel call that a program contains, before it runs, here or elsewhere."""
+"""Offline: tune every ejkernel call that a program contains, before it runs, on this machine or others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ejkernel.ops.utils.services import services
 logger = logging.getLogger("ejkernel.tuning")
 
 ProgramLike = Any
-"""`jax.stages.Lowered` or `Compiled`, what holds one of these, the text of either, or a file with it."""
+"""`jax.stages.Lowered` or `Compiled`, an object that holds one, the text of either, or a file with it."""
 Specs = str | os.PathLike[str] | Iterable[specs.Spec] | None
 
 
@@ -46,15 +46,16 @@ def autotune_lowered(
     """Tunes every distinct call in a program, forward and backward, and stores the results in the selector's caches.
 
     Args:
-      selector: Whose caches take the results, and whose tuner measures unless one is given.
-      program: `jax.stages.Lowered` or `Compiled`, what holds one of these (`flax.nnx.jit(f).lower(...)`), the text of
+      selector: Its caches get the results, and its tuner measures unless one is given.
+      program: `jax.stages.Lowered` or `Compiled`, an object that holds one (`flax.nnx.jit(f).lower(...)`), the text of
         either, or a file with it.
       specs: A record file, or what `specs_of` returned, for programs that were traced in another process.
       tuner: How to measure.
       executor: Any `concurrent.futures.Executor`, to measure each call on one of its workers instead of here.
 
     Returns:
-      A result with an entry a call. What could not be tuned is in `unmatched` with the reason, and warned about.
+      A result with one entry per call. Calls that could not be tuned are in `unmatched` with the reason, and cause a
+      warning.
     """
     if not isinstance(selector, ConfigSelectorChain):
         raise ProgramError(
@@ -106,7 +107,7 @@ def specs_of(program: ProgramLike) -> list[specs.Spec]:
 
 
 def match(labels: Iterable[str], given: Specs) -> tuple[list[Invocation[Any, Any]], list[str]]:
-    """The calls that labels stand for, and why others are not among them."""
+    """The calls of the labels, and why some labels have none."""
     table = _table(given)
     calls: dict[tuple[str, str], Invocation[Any, Any]] = {}
     missing: list[str] = []
@@ -157,14 +158,14 @@ def tune_each(
 ) -> Iterator[TunedCall]:
     """Tunes calls one after the other, forwards before the backwards that depend on them."""
     if tuner is not None:
-        services.make_tuner(tuner)  # What is no tuner is the caller's mistake, not a call's failure.
+        services.make_tuner(tuner)  # A wrong `tuner` is the caller's mistake, not a failure of one call.
     chosen: dict[tuple[str, str], Any] = {}
     for inv in sorted(calls, key=lambda inv: isinstance(inv.kernel, BackwardKernel)):
         assert inv.kernel is not None
         try:
             here = on_its_platform(_after_forward(inv, chosen), inv.kernel)
             tuning = selector.tune(here, inv.kernel, tuner=tuner)
-        except Exception as error:  # noqa: BLE001 - one kernel's failure must not cost the others their tuning.
+        except Exception as error:  # noqa: BLE001 - the failure of one kernel must not stop the tuning of others.
             known = isinstance(error, EjkernelError)
             yield TunedCall(inv.key, None, str(error) if known else f"{type(error).__name__}: {error}")
             continue
@@ -179,7 +180,7 @@ def tune_each(
 
 
 def _after_forward(inv: Invocation[Any, Any], chosen: Mapping[tuple[str, str], Any]) -> Invocation[Any, Any]:
-    """A backward is measured on what the forward leaves that will run before it."""
+    """A backward is measured on the residuals of the forward config that will run before it."""
     if not isinstance(inv.kernel, BackwardKernel):
         return inv
     forward = replace(inv, kernel=inv.kernel.forward, op_id=inv.kernel.forward.op_id)

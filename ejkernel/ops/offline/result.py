@@ -1,4 +1,4 @@
-"""The outcome of tuning many calls: a file to review and ship, and an overlay to run under."""
+"""The result of tuning many calls: a file to review and ship, and an overlay to run under."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entry:
 
     @classmethod
     def of(cls, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuning: Any) -> Entry:
-        """What a tuning has found for a call."""
+        """The entry of a finished tuning of a call."""
         measured = {"timer": tuning.timer, "device": current_device().device_kind}
         provenance = collect(source_of(kernel)) | measured
         statistics = tuning.statistics()
@@ -48,7 +48,7 @@ class Entry:
 
     @classmethod
     def read(cls, entry: StoredEntry, cfg: Any) -> Entry:
-        """What the store has for a call, with its config."""
+        """The store's entry for a call, with its config."""
         _, op_id, call_key = entry.place
         return cls(op_id, call_key, cfg, entry.statistics, entry.signature, entry.provenance, entry.complete)
 
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TunedCall:
-    """What became of a call that was to be tuned: an entry, or the reason why there is none."""
+    """The result of tuning one call: an entry, or the reason why there is none."""
 
     key: tuple[str, str, str]
     entry: Entry | StoredEntry | None
@@ -84,14 +84,14 @@ class AutotuningResult:
     device: str = field(default_factory=device_fingerprint)
     entries: tuple[Entry, ...] = ()
     unmatched: tuple[str, ...] = field(default=(), compare=False)
-    """What was asked for and could not be tuned, with reasons."""
+    """Calls that could not be tuned, with reasons."""
     _entered: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Where it is entered is a matter of this process alone."""
+        """Whether it is entered concerns only this process, so it is not pickled."""
         return type(self), (self.device, self.entries, self.unmatched)
 
     def as_mapping(self) -> dict[tuple[str, str, str], Any]:
@@ -113,7 +113,7 @@ class AutotuningResult:
         self._entered.stack.pop().__exit__(*exc)
 
     def __or__(self, other: AutotuningResult) -> AutotuningResult:
-        """Entries of both; where both have one, that of `other`."""
+        """Entries of both; if both have one for a key, that of `other`."""
         if not isinstance(other, AutotuningResult):
             return NotImplemented
         if self.device != other.device:

@@ -1,7 +1,7 @@
-"""Specs: a call as data, so that another process, later and elsewhere, can tune it.
+"""Specs: a call as data, so that another process can tune it, later or on another machine.
 
-A spec names the kernel's class and holds its simple attributes, the abstract arguments, the static values, and where
-the call stood. Making the call again imports the kernel's module: read only record files that you trust.
+A spec names the kernel's class and holds its simple attributes, the abstract arguments, the static values, and the
+call's context. Creating the call again imports the kernel's module: read only record files that you trust.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("ejkernel.record")
 
 
 class SpecError(EjkernelError, ValueError):
-    """A call cannot be written as data, or cannot be made from it."""
+    """A call cannot be written as data, or cannot be created from it."""
 
 
 # --- Calls ---
@@ -142,7 +142,7 @@ def _kernel(spec: Mapping[str, Any]) -> Kernel[Any, Any]:
 
 
 def _attributes(kernel: Kernel[Any, Any]) -> dict[str, Any]:
-    """What an instance holds, in its `__dict__` or in slots, less what it only remembers."""
+    """What an instance holds, in its `__dict__` or in slots, without caches."""
     members = {name: member for base in type(kernel).__mro__ for name, member in vars(base).items()}
     slots = {k: getattr(kernel, k) for k, m in members.items() if inspect.ismemberdescriptor(m) and hasattr(kernel, k)}
     cached = {k for k, member in members.items() if isinstance(member, functools.cached_property)}
@@ -236,7 +236,7 @@ def _node(cls: Any, fields: dict[str, Any]) -> Any:
     if not dataclasses.is_dataclass(cls):
         return cls(**fields)
     node: Any = object.__new__(cls)  # pyright: ignore[reportArgumentType]
-    for name, value in fields.items():  # Fields that its own __init__ would not take, too.
+    for name, value in fields.items():  # Also fields that its __init__ does not accept.
         object.__setattr__(node, name, value)
     return node
 
@@ -259,14 +259,14 @@ def record_path() -> Path:
 
 
 def record(inv: Invocation[Any, Any]) -> None:
-    """Adds a call to the record file, among all processes that write there; what cannot be written is logged."""
+    """Adds a call to the record file, which other processes may share; a call that cannot be written is logged."""
     path = record_path()
     try:
         add([to_spec(inv)], path)
     except OSError as error:
         logger.warning("%s: calls cannot be recorded there (%s). Set EJKERNEL_CACHE_DIR.", path, error)
-    except Exception as error:  # noqa: BLE001 - a note about a program must never be what breaks it.
-        # As text: an error holds the frames that it came through, and these what is being traced.
+    except Exception as error:  # noqa: BLE001 - recording a program must never break it.
+        # As text: the error itself would keep its frames alive, and with them what is being traced.
         logger.warning("%s %s: not recorded for tuning elsewhere: %s", inv.op_id, inv.call_key, str(error))
 
 
@@ -275,7 +275,7 @@ _known: dict[Path, dict[tuple[str, str, str], str]] = {}
 
 
 def add(specs: Iterable[Spec], path: str | os.PathLike[str]) -> None:
-    """Adds calls to a record file, in place of those with the same key: one line each, however long the file is."""
+    """Adds calls to a record file, replacing those with the same key: one appended line each, whatever its length."""
     import filelock
 
     from ejkernel.ops.store import files
@@ -285,7 +285,7 @@ def add(specs: Iterable[Spec], path: str | os.PathLike[str]) -> None:
     with filelock.FileLock(path.with_name(path.name + ".lock")):
         if path not in _known or not path.exists():
             held = read(path) if path.exists() else []
-            write(held, path)  # The lines that others have added become part of the document.
+            write(held, path)  # Lines that were appended become part of the document.
             _known[path] = {key_of(spec): short_hash(spec) for spec in held}
         new = {key_of(spec): spec for spec in specs if _known[path].get(key_of(spec)) != short_hash(spec)}
         for spec in new.values():

@@ -1,1 +1,1 @@
-"""Many processes, one choice."""
+"""Many processes that agree on one config."""

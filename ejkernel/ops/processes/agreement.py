@@ -1,7 +1,7 @@
-"""Agreement: all processes of a program take one value for a question, over JAX's own key-value store.
+"""Agreement: all processes of a program use the same value for a key of JAX's own key-value store.
 
-A question is a place, named by what is asked alone: processes come there in any order, at any time, or not at all. The
-first value that is inserted counts for all of them, for the life of the job.
+Such a key is called a place. Its name depends only on what is to be agreed on: processes come to a place in any order,
+at any time, or not at all. The first value that is inserted counts for all of them, for the life of the job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Data = dict[str, Any]
 
 
 class DecisionError(EjkernelError, RuntimeError):
-    """The process that measures for all could not; the message is its own."""
+    """The process that measures for all of them failed; the message is that of its error."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Agreement:
     index: int
     count: int
     known: dict[str, Any] = field(default_factory=dict)
-    """What was agreed on, by place."""
+    """The agreed values by place."""
     tunings: dict[str, int] = field(default_factory=dict)
     """How often a call was tuned on demand, at least, by place."""
     _patience_s: float = field(default_factory=lambda: _MOMENT_S)
@@ -40,12 +40,12 @@ class Agreement:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def alone(self, place: str) -> threading.RLock:
-        """One thread of this process at a time asks at a place."""
+        """Lets only one thread of this process at a time use a place."""
         with self._lock:
             return self._locks.setdefault(place, threading.RLock())
 
     def arrive(self, place: str) -> bool:
-        """Counts this process in; whether all of them have come now."""
+        """Counts this process; returns whether all of them have come now."""
         if _compat.key_value_increment(self.client, f"{_PREFIX}{place}/came") < self.count:
             return False
         self.insert(f"{place}/all", True)
@@ -56,9 +56,9 @@ class Agreement:
         return self._wait(f"{place}/all") is not None
 
     def first(self, place: str, opening: Callable[[bool], Data], wait_s: float | None = None) -> Data:
-        """What the first process has left at a place; with nothing there, this process leaves `opening(all came)`.
+        """The first value at a place; if there is none, this process inserts `opening(all came)`.
 
-        It waits for the others before that: for `wait_s`, or for a moment, which gets shorter each time nobody came.
+        It waits for the others first: for `wait_s`, or for a short time, which gets shorter each time no process came.
         """
         together = self.arrive(place)
         found = None
@@ -96,7 +96,7 @@ class Agreement:
 
 _PREFIX = "ejkernel/agreement/"
 _MOMENT_S, _SHORTEST_S = 1.0, 0.05
-"""How long a process that has nothing waits for one that may have something."""
+"""How long a process without a config waits for one that may have it."""
 
 _lock = threading.Lock()
 _current: Agreement | None = None

@@ -1,4 +1,4 @@
-"""Joint choices: what a selector does when its process is one of many that must run the same program."""
+"""Joint choices: how a selector chooses if its process is one of many that must run the same program."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Agreed(NamedTuple):
 
 
 class JointSelection:
-    """What a selector does together with the other processes.
+    """How a selector chooses together with the other processes.
 
-    A call has one config, whichever selector asks for it: two processes need not have made theirs in the same order.
+    A call has one config, whichever selector asks for it: processes may create their selectors in different order.
     """
 
     def __init__(self, selector: ConfigSelectorChain, agreement: Agreement) -> None:
@@ -46,7 +46,7 @@ class JointSelection:
         self._all = agreement
 
     def known(self, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Agreed | None:
-        """The choice that was made for a call; what this process has found alone since does not count."""
+        """The choice that was made for a call; configs that this process alone has found since do not count."""
         known = self._all.known
         return known.get(_place(inv, kernel)) or known.get(_place(inv, kernel, policy))
 
@@ -54,8 +54,8 @@ class JointSelection:
         """The config that all processes run `inv` with.
 
         Raises:
-          ConfigNotFoundError: The policy is `frozen`, and nobody who has asked has it stored.
-          DecisionError: The process that measured could not.
+          ConfigNotFoundError: The policy is `frozen`, and no process that asked has a config stored.
+          DecisionError: The process that measured failed.
         """
         place = _place(inv, kernel, policy)
         with self._all.alone(place):
@@ -76,7 +76,7 @@ class JointSelection:
         if "cfg" in first:
             return first
         if held is not None:
-            # Not too late while another one measures.
+            # It still counts while another process measures.
             return _checked(self._all.insert(f"{place}/value", held))
         if "missing" not in first:
             return self._measured(place, first, inv, kernel, policy)
@@ -86,17 +86,17 @@ class JointSelection:
         return found
 
     def _opening(self, together: bool, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Data:
-        """What to begin with where nobody has a config: the claim to measure, or what the policy says."""
+        """The first value if no process has a config: the claim to measure, or what the policy says."""
         if policy.autotune == "on":
             return self._claim(together)
         try:
             return self._on_miss(inv, kernel, policy)
         except ConfigNotFoundError as error:
-            # No answer: who comes later may have one, and who can do without goes on.
+            # Nothing is inserted: a later process may have a config, and one that needs none continues.
             return {"missing": str(error)}
 
     def _measured(self, place: str, claim: Data, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Data:
-        """What the process that has claimed a call finds; the guess, if it does not answer in time."""
+        """The result of the process that has claimed a call; the guess, if it does not answer in time."""
         value = f"{place}/value"
         found = self._all.read(value)
         if found is None and self._claims(claim):
@@ -127,18 +127,18 @@ class JointSelection:
             return
         try:
             self._measure(place, claim, inv, kernel)
-        except Exception as error:  # noqa: BLE001 - the others go on, and this process with them.
+        except Exception as error:  # noqa: BLE001 - the others continue, and this process with them.
             text = f"{inv.op_id}: this process could not help to tune: {type(error).__name__}: {error}"
             warnings.warn(text, JointTuningWarning, 2)
 
     def tune(self, inv: Inv, kernel: AnyKernel, tuner: Any, configs: Any = None) -> Any:
-        """Measures in every process that asks; the outcome of the one that came first counts for them.
+        """Measures in every process that calls it; the result of the first one counts for all.
 
-        If all processes have come, it replaces what they had agreed on. Else it is like a config that one of them has
-        stored. Of `configs`, if given, nothing is remembered.
+        If all processes have come, it replaces what they had agreed on. Otherwise it counts like a config that one of
+        them has stored. If `configs` are given, the result is not stored.
 
         Raises:
-          DecisionError: The process that came first could not measure. If another one could not, only it raises.
+          DecisionError: The first process failed to measure. If another one fails, only that one raises.
         """
         policy = self._selector.effective_policy()
         base = _place(inv, kernel, "tune" if configs is None else "configs")
@@ -164,13 +164,13 @@ class JointSelection:
             if agreed is not None and found["joint"] and found["measured"]:
                 self._all.known[_place(inv, kernel)] = agreed
         if failure is not None:
-            # Only now: the others have an answer, and this process knows it too.
+            # Raised only now: the others have an answer, and this process has it too.
             raise failure
         cfg = agreed.cfg if agreed is not None else _checked(found)
         return tuning if same_cfg(tuning.cfg, cfg) else replace(tuning, cfg=cfg)
 
     def _next_tuning(self, base: str) -> str:
-        """The place of the first tuning of a call that has not come to its end."""
+        """The place of the first tuning of a call that is not finished."""
         number = self._all.tunings.get(base, 0)
         while self._all.read(f"{base}/{number}/value") is not None:
             number += 1
@@ -191,7 +191,7 @@ class JointSelection:
         return None if found is None else self._encoded(found.name, found.cfg, measured=True)
 
     def _on_miss(self, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Data:
-        # What is measured may call other kernels, and nobody else does so now.
+        # A measured kernel may call other kernels, and no other process does so now.
         with policy_override(agree=False):
             answer = self._selector.on_miss(inv, kernel, policy)
         return self._encoded(answer.name, answer.cfg, measured=answer.name == "autotune")
@@ -220,10 +220,10 @@ class JointSelection:
         return {"error": f"{type(error).__name__}: {error}", "process": self._all.index}
 
     def _take(self, inv: Inv, kernel: AnyKernel, answer: Data) -> Agreed:
-        """The answer as this process uses it; what was measured goes into its memory, wherever it was measured."""
+        """The answer as this process uses it; a measured config goes into its memory, wherever it was measured."""
         cfg = heuristic(inv, kernel)
         if answer["cfg"] is not None:
-            classes.remember(type(cfg))  # Reading a config imports nothing, and this is what it may be.
+            classes.remember(type(cfg))  # Reading a config imports nothing, so the allowed classes are passed.
             cfg = decode_cfg(answer["cfg"], kernel.cfg_type)
         if answer["measured"]:
             self._selector.adopt(inv, cfg)
@@ -238,9 +238,9 @@ def _checked(found: Data) -> Data:
 
 
 def _place(inv: Inv, kernel: AnyKernel, what: AutotunePolicy | str = "") -> str:
-    """Where a call is agreed on, under a policy or whatever the policy.
+    """The place at which a call is agreed on, for one policy or for any.
 
-    The device is not in it, only its kind: hosts that differ a little still run one program.
+    The device is not in it, only its kind: slightly different hosts still run one program.
     """
     if isinstance(what, AutotunePolicy):
         what = f"{'off' if what.autotune == 'record' else what.autotune} {what.transfer} {what.stale}"

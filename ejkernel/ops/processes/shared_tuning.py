@@ -41,7 +41,7 @@ class PeerLostError(EjkernelError, RuntimeError):
 def share(
     tuner: Any, kernel: Kernel[Any, Any], policy: AutotunePolicy, agreement: Agreement, name: str, claim: Data
 ) -> Any:
-    """What `tuner` becomes when all processes measure; tuners of other people's making stay as they are."""
+    """The tuner to use instead of `tuner` when all processes measure; tuners that are not ours are not replaced."""
     if not isinstance(tuner, Autotuner):
         return tuner
     meeting, together = Meeting(agreement, name, policy.agree_s), claim["together"]
@@ -52,7 +52,7 @@ def share(
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the processes that tune one call leave things for each other."""
+    """Exchanges values between the processes that tune one call."""
 
     agreement: Agreement
     name: str
@@ -66,7 +66,7 @@ class Meeting:
         return {self.agreement.index: value, **{process: found[0] for process, found in others.items() if found}}
 
     def leave(self, step: str) -> None:
-        """Tells those who wait at a step that this process will not come."""
+        """Tells the processes that wait at a step that this one will not come."""
         self.agreement.insert(f"{self.name}/{step}/{self.agreement.index}", [])
 
 
@@ -83,7 +83,7 @@ class ShardedTuner:
     """The process that has claimed the call."""
 
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Tuning:
-        """The final's outcome in the process that decides, the own share's in the others."""
+        """The result of the final in the process that decides, that of its own share in the others."""
         agreement, what = self.meeting.agreement, outline(inv, kernel, configs)
         listed = list(itertools.islice(search.Space.of(what.space, what.guess), MAX_LISTED))
         share = lambda process: listed[process :: agreement.count]
@@ -105,7 +105,7 @@ class ShardedTuner:
         try:
             return self.tuner.tune(inv, kernel, configs=[what.guess, *configs])
         except TuningError:
-            # None of these; others may have one.
+            # None of this share works; other processes may have one that does.
             return _unmeasured(what)
 
     def _winners(self, kernel: Kernel[Any, Any], mine: Tuning) -> dict[int, Any]:
@@ -130,7 +130,7 @@ class TogetherTuner:
         what = outline(inv, kernel, configs)
         if not self.together:
             return self._guess(inv, what, f"not all have come within {self.meeting.timeout_s:g} s.")
-        # All must go in step: a budget ends at another candidate in each process, and hosts differ in cores.
+        # All processes must do the same: a time budget would end at different candidates, and hosts differ in cores.
         effort = replace(self.tuner.effort(), budget_s=None, build_at_once=BUILD_AT_ONCE)
         steps = Steps(self.meeting)
 
@@ -172,7 +172,7 @@ class CountedClock:
 
 
 class Steps:
-    """What all processes do together, or none: nobody may run what communicates when another one has given up."""
+    """Steps that either all processes do or none: none may run a kernel that communicates if another has stopped."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -186,17 +186,17 @@ class Steps:
         """
         everybody, step = range(self._meeting.agreement.count), self._step()
         found = self._meeting.exchange(step, value)
-        # The first verdict counts: who waited too long and who saw all come may both be right.
+        # The first verdict counts: one process may time out while another sees that all have come.
         verdict = self._meeting.agreement.insert(f"{self._meeting.name}/{step}/verdict", _lost(found, everybody))
         if verdict:
             raise PeerLostError(f"processes {verdict} have left the tuning.")
         if _lost(found, everybody):
-            found = self._meeting.exchange(step, value)  # All have come, says the one that has seen them.
+            found = self._meeting.exchange(step, value)  # Another process has seen that all have come.
         self._done += 1
         return [found[process] for process in everybody]
 
     def leave(self) -> None:
-        """Ends the tuning for all, at the step that they wait at."""
+        """Ends the tuning for all processes, at the step they wait at."""
         self._meeting.leave(self._step())
 
     def _step(self) -> str:
@@ -208,7 +208,7 @@ def _lost(found: dict[int, Any], everybody: Sequence[int]) -> list[int]:
 
 
 class TogetherBench:
-    """A bench whose every answer is that of all processes: the longest time, and a failure if anyone had one."""
+    """A bench that combines the results of all processes: the longest time, and a failure if any process had one."""
 
     def __init__(self, bench: Bench, steps: Steps) -> None:
         self._bench = bench

@@ -21,7 +21,7 @@ SOURCE_CHANGED = "kernel source changed"
 MAX_BYTES = 1 << 20
 
 Origin = Literal["tuned", "imported", "pack"]
-"""Whose measurement it is: the store's own, one that was copied into it, or a pack's."""
+"""Where the measurement comes from: the store itself, a copy into it, or a pack."""
 
 
 class EntryError(EjkernelError, ValueError):
@@ -58,7 +58,7 @@ class StoredEntry:
         """
         if _is_hashable(self.cfg_type) and self.cfg_type in self._typed:
             return self._typed[self.cfg_type]
-        # What others measured must not choose which of this program's classes are made.
+        # An entry from elsewhere must not choose which of this program's classes are created.
         cfg = serialize.decode_cfg(self.cfg_data, self.cfg_type, named_only=self.origin != "tuned")
         self._remember(cfg)
         return cfg
@@ -80,7 +80,7 @@ class StoredEntry:
         return dataclasses.replace(self, cfg_type=cfg_type)
 
     def _remember(self, cfg: Any) -> None:
-        # A config that the caller may change must be read anew each time.
+        # A config that the caller may change must be read again each time.
         if _is_hashable(cfg) and type(cfg).__hash__ is not object.__hash__ and _is_hashable(self.cfg_type):
             self._typed[self.cfg_type] = cfg
 
@@ -136,7 +136,7 @@ def from_bytes(data: bytes, layer: str = "store", origin: Origin = "tuned") -> S
 
 
 def from_data(data: Any, layer: str = "store", origin: Origin = "tuned") -> StoredEntry:
-    """Entry that `to_data` wrote, checked part by part."""
+    """Entry that `to_data` wrote, with each part checked."""
     if not isinstance(data, dict) or "schema" not in data:
         raise EntryError("not an entry of the store (no schema).")
     if data["schema"] != SCHEMA:
@@ -181,7 +181,7 @@ def _key(data: dict[str, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON: a record about a measurement must never be the reason that the measurement is lost."""
+    """`value` as JSON; anything else becomes text, so that a measurement is never lost because of its description."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""Files of the store: one an entry, written beside and renamed, so that a reader sees a whole file or none.
+"""Files of the store: one per entry, written under another name and renamed: a reader sees a whole file or none.
 
 <root>/<device>/<op>/<call key>.json            the entry
-<root>/<device>/<op>/<call key>.trials.jsonl    what was tried on the way there
+<root>/<device>/<op>/<call key>.trials.jsonl    the candidates that were tried
 <root>/<device>/<op>/.tmp-<host>-<pid>-<..>     an entry being written
 <root>/.locks/<hash>.lock                       who is tuning
 """
@@ -33,7 +33,7 @@ LOCKS = ".locks"
 
 
 class StoreWarning(UserWarning):
-    """Something in the store could not be read or written; the program goes on without it."""
+    """Something in the store could not be read or written; the program continues without it."""
 
 
 TRIALS = ".trials.jsonl"
@@ -50,7 +50,7 @@ def host() -> str:
 
 
 class StoreFiles:
-    """The directory tree under `root`; nothing is touched before it is asked for."""
+    """The directory tree under `root`; nothing is read or written before the first use."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -73,7 +73,7 @@ class StoreFiles:
                 yield from (op / name for name in _names(op) if _is_entry(name))
 
     def all_files(self) -> Iterator[Path]:
-        """Every file where the store keeps its own, hidden ones too: those of ops, and locks."""
+        """Every file in the store's directories for ops and locks, hidden ones too."""
         folders = [op for device in _folders(self.root, None) for op in _folders(device, None)]
         for folder in [*folders, self.root / LOCKS]:
             yield from (folder / name for name in _names(folder) if not os.path.isdir(folder / name))
@@ -85,7 +85,7 @@ class StoreFiles:
         append_line(path, record)
 
     def read_trials(self, place: Place) -> list[dict[str, Any]]:
-        """Trials of an entry; a line that was cut off is left out."""
+        """Trials of an entry; an incomplete line is skipped."""
         try:
             data = read(self.path(place, TRIALS), MAX_TRIALS_BYTES)
         except FileNotFoundError:
@@ -98,7 +98,7 @@ class StoreFiles:
 
 
 def stamp(path: Path) -> Stamp | None:
-    """What changes whenever a file is replaced; None if there is none. Compared for equality only: clocks differ."""
+    """A value that changes when a file is replaced; None without a file. Only for comparison: clocks differ."""
     try:
         return _stamp(os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -106,9 +106,9 @@ def stamp(path: Path) -> Stamp | None:
 
 
 def read(path: Path, max_bytes: int) -> bytes:
-    """Contents of a file, one byte more than `max_bytes` at most."""
+    """Contents of a file, at most `max_bytes` and one byte more."""
     if stat.S_ISFIFO(os.stat(path).st_mode):
-        raise OSError(f"{path} is a pipe")  # Opening it would wait for somebody to write.
+        raise OSError(f"{path} is a pipe")  # Opening it would wait until some process writes.
     with open(path, "rb") as file:
         return file.read(max_bytes + 1)
 
@@ -119,7 +119,7 @@ def write(path: Path, data: bytes) -> Stamp:
         try:
             return _write(path, data)
         except FileNotFoundError:
-            # Somebody pruned the directory, or the temporary file of what looked like a dead process.
+            # Another process pruned the directory, or took this one for dead and removed its temporary file.
             if attempt == 3:
                 raise
     raise AssertionError("unreachable")
@@ -152,7 +152,7 @@ def append_line(path: Path, record: Any) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
     try:
         size = os.fstat(fd).st_size
-        # A writer that died in the middle of its line must not take the next line with it.
+        # An incomplete line of a writer that died must not damage the next line.
         torn = size and os.lseek(fd, size - 1, os.SEEK_SET) >= 0 and os.read(fd, 1) != b"\n"
         _write_all(fd, b"\n" + line if torn else line)
     finally:
@@ -160,7 +160,7 @@ def append_line(path: Path, record: Any) -> None:
 
 
 def _set_time(fd: int) -> None:
-    # The system's own times are milliseconds apart, and inodes are used again: two files could look like one.
+    # File times have a resolution of milliseconds, and inodes are reused: two files could look like one.
     if os.utime in os.supports_fd:
         now = time.time_ns()
         os.utime(fd, ns=(now, now))
@@ -186,7 +186,7 @@ def _stamp(status: os.stat_result) -> Stamp:
 
 
 def _suffix() -> str:
-    # From the second schema on, the name carries it: two versions share a directory and never touch each other's files.
+    # From schema 2 on, the name contains it: two versions share a directory but never change each other's files.
     return ".json" if entries.SCHEMA == 1 else f".v{entries.SCHEMA}.json"
 
 

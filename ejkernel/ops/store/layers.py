@@ -1,4 +1,4 @@
-"""Where entries are read from: a directory of the store or a pack, one behind the other."""
+"""Where entries are read from: the store's directory, then packs, in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Layer(Protocol):
 
     @property
     def name(self) -> str:
-        """What entries of this layer carry as `layer`."""
+        """The `layer` of entries of this layer."""
         ...
 
     def find(self, place: Place) -> StoredEntry | None:
@@ -52,7 +52,7 @@ class MemoryLayer:
 
 
 class DirectoryLayer:
-    """Entries in a directory. What was read is remembered until the file is replaced, a broken file too."""
+    """Entries in a directory. Files are cached until they are replaced, broken ones too."""
 
     def __init__(self, root: Path, name: str, origin: Origin = "tuned") -> None:
         self.name = name
@@ -63,7 +63,7 @@ class DirectoryLayer:
         self._lock = threading.Lock()
 
     def find(self, place: Place) -> StoredEntry | None:
-        """Entry at `place`; costs one stat when asked again."""
+        """Entry at `place`; the second lookup costs one stat."""
         path, known = self.files.path(place), self._known.get(place)
         try:
             stamp = files.stamp(path)
@@ -81,12 +81,12 @@ class DirectoryLayer:
         return entry
 
     def remember(self, place: Place, stamp: Stamp, entry: StoredEntry | None) -> None:
-        """Takes `entry` as what the file with `stamp` holds."""
+        """Caches `entry` as the contents of the file with `stamp`."""
         with self._lock:
             self._known[place] = (stamp, entry)
 
     def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
-        """Entries in order of file name; broken files are left out with a warning."""
+        """Entries in order of file name; broken files are skipped with a warning."""
         for path in self.files.scan(device, op_id):
             if (entry := self._read(path)) is not None:
                 yield entry
@@ -94,7 +94,7 @@ class DirectoryLayer:
     def _read(self, path: Path, place: Place | None = None) -> StoredEntry | None:
         try:
             return read_entry(path, place, self.name, self.origin)
-        except FileNotFoundError:  # Deleted since it was seen.
+        except FileNotFoundError:  # Deleted since it was listed.
             return None
         except (EntryError, OSError) as e:
             self._tell_once(f"{path}: {e} It counts as absent; `ejkernel cache verify` lists such files.")
@@ -120,7 +120,7 @@ def read_entry(path: Path, place: Place | None = None, layer: str = "store", ori
 
 
 class PackLayer:
-    """Entries of a pack file, read when they are first asked for."""
+    """Entries of a pack file, read on first use."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -130,7 +130,7 @@ class PackLayer:
         self._error: packs.PackError | None = None
 
     def require(self) -> None:
-        """Sees to it that the pack can be read.
+        """Checks that the pack can be read.
 
         Raises:
           PackError: It cannot.
@@ -159,7 +159,7 @@ class PackLayer:
 
     def _read(self) -> dict[Place, StoredEntry]:
         try:
-            # The last one in is the first one in the pack, which counts.
+            # Reversed, so that of two entries for a key the first in the pack counts.
             return {entry.place: entry for entry in reversed(self.load())}
         except packs.PackError as e:
             self._error = e
@@ -170,7 +170,7 @@ class PackLayer:
         """Entries that can be read; the others with a warning.
 
         Raises:
-          PackError: The pack as a whole cannot.
+          PackError: The whole pack cannot be read.
         """
         pack = packs.read(self.source)
         self.name = pack.name
@@ -197,10 +197,10 @@ def layers_of(source: str | os.PathLike[str]) -> list[Layer]:
 
 
 def entries_of(source: str | os.PathLike[str]) -> Iterator[StoredEntry]:
-    """Entries of a pack or directory that somebody named, each key once.
+    """Entries of a pack or directory that a user named, each key once.
 
     Raises:
-      PackError: There is no such thing, or it cannot be read at all.
+      PackError: It does not exist, or cannot be read at all.
     """
     text = os.fspath(source)
     if not packs.is_remote(text) and not Path(text).expanduser().exists():

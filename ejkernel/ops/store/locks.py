@@ -1,4 +1,4 @@
-"""Single flight: one process measures a key, the others wait and then read."""
+"""Locks: one process measures a key, the others wait and then read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _held: set[Path] = set()
 
 
 def _forget() -> None:
-    """A forked child holds nothing: what its parent holds it waits for, like any other process."""
+    """Forgets locks after a fork: the child holds none, and waits for its parent's like any other process."""
     global _guard
     _guard = threading.Lock()
     _threads.clear()
@@ -28,7 +28,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def thread_lock(path: Path, timeout: float | None = None) -> Iterator[bool]:
-    """Holds the lock called `path` among the threads of this process, for a thread that has it already once more."""
+    """Holds the lock called `path` among the threads of this process; a thread that has it can take it again."""
     with _guard:
         lock = _threads.setdefault(path, threading.RLock())
     held = lock.acquire(timeout=-1 if timeout is None else max(timeout, 0))
@@ -41,12 +41,12 @@ def thread_lock(path: Path, timeout: float | None = None) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def file_lock(path: Path, timeout: float | None = None) -> Iterator[bool]:
-    """Holds the lock file `path`; gives False, without it, if it could not be had within `timeout` seconds.
+    """Holds the lock file `path`; gives False, without the lock, if it was not free within `timeout` seconds.
 
     The operating system releases the lock when its holder dies. A thread that holds it already gets it again.
 
     Raises:
-      OSError: The file cannot be made or locked there.
+      OSError: The file cannot be created or locked there.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     # Between threads first: on network filesystems the system's lock belongs to the whole process.
@@ -68,7 +68,7 @@ def _process_lock(path: Path, deadline: float | None) -> Iterator[bool]:
     import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Writable for all: on a shared directory the next one to tune may be another user.
+    # Writable for all: in a shared directory, another user may tune next.
     timeout = -1 if deadline is None else max(deadline - time.monotonic(), 0)
     lock, holder = filelock.FileLock(path, timeout=timeout, mode=0o666), os.getpid()
     try:
@@ -79,5 +79,5 @@ def _process_lock(path: Path, deadline: float | None) -> Iterator[bool]:
     try:
         yield True
     finally:
-        if os.getpid() == holder:  # A child that was forked inside and leaves must not release its parent's.
+        if os.getpid() == holder:  # A child that was forked inside must not release its parent's lock when it leaves.
             lock.release()

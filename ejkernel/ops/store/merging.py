@@ -1,4 +1,4 @@
-"""Entries of several stores and packs side by side: which one is better founded, and what differs."""
+"""Comparing and merging entries of several stores and packs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Keep = Literal["better", "mine", "theirs"]
 
 
 def better(a: StoredEntry, b: StoredEntry) -> StoredEntry:
-    """The better founded of two entries: complete, newer toolchain, tighter interval, later; `a` if equal."""
+    """The better of two entries: complete, newer toolchain, tighter interval, later; `a` if equal."""
     return b if foundation(b) > foundation(a) else a
 
 
 def foundation(entry: StoredEntry) -> tuple[Any, ...]:
-    """How well an entry is founded; greater is better."""
+    """The rank of an entry in `better`; greater is better."""
     toolchain = tuple(_release(entry.provenance.get(name)) for name in ("jax", "jaxlib", "ejkernel"))
-    # The time of a host whose clock is wrong decides last.
+    # The time decides last, because a host's clock may be wrong.
     return entry.complete, toolchain, -interval(entry.statistics), str(entry.provenance.get("time", ""))
 
 
 def interval(statistics: Mapping[str, Any]) -> float:
-    """Width of the confidence interval relative to the median; infinite where there is none."""
+    """Width of the confidence interval relative to the median; infinite if there is none."""
     for unit in ("s", "ms", "us"):
         low, high, median = (statistics.get(f"{name}_{unit}") for name in ("low", "high", "median"))
         if all(isinstance(x, int | float) for x in (low, high, median)) and median:
@@ -39,7 +39,7 @@ def interval(statistics: Mapping[str, Any]) -> float:
 
 
 def merge(sources: Iterable[Iterable[StoredEntry]]) -> dict[Place, StoredEntry]:
-    """All entries of `sources`; of each key the better founded one."""
+    """All entries of `sources`; for each key the better one."""
     merged: dict[Place, StoredEntry] = {}
     for source in sources:
         for entry in source:
@@ -49,7 +49,7 @@ def merge(sources: Iterable[Iterable[StoredEntry]]) -> dict[Place, StoredEntry]:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Imported:
-    """How many entries an import added, replaced and left as they were."""
+    """How many entries an import added, replaced and kept."""
 
     added: int = 0
     replaced: int = 0
@@ -57,10 +57,10 @@ class Imported:
 
 
 def add_all(cache: PersistentCache, found: Iterable[StoredEntry], keep: Keep = "better") -> Imported:
-    """Copies entries into the user's store; `keep` says whose entry stays where both have one."""
+    """Copies entries into the user's store; `keep` says which entry stays if both have one."""
     count = Imported()
     for entry in found:
-        mine = cache.own(*entry.place)  # What a pack already serves must be copied too.
+        mine = cache.own(*entry.place)  # Entries that a pack of the store already has must be copied too.
         if mine is None:
             cache.add(entry)
             count.added += 1
@@ -74,7 +74,7 @@ def add_all(cache: PersistentCache, found: Iterable[StoredEntry], keep: Keep = "
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A key whose config is not the same on both sides; None where it is missing."""
+    """A key whose config is not the same on both sides; None if it is missing."""
 
     place: Place
     left: StoredEntry | None
@@ -96,7 +96,7 @@ def differences(left: Iterable[StoredEntry], right: Iterable[StoredEntry]) -> li
 
 
 def same(a: StoredEntry, b: StoredEntry) -> bool:
-    """Whether two entries say the same, measurement and all."""
+    """Whether two entries are equal, measurements included."""
     # As text: 1, 1.0 and True are equal in Python and different in a config.
     parts = lambda e: stable_json([e.key, e.signature, e.cfg_data, e.complete, e.statistics, e.provenance])
     return parts(a) == parts(b)

@@ -28,7 +28,7 @@ VARIABLE = "EJKERNEL_CACHE_PACKS"
 RESULT = "ejkernel tuning result"
 """What the file of an `AutotuningResult` says that it is."""
 
-# A colon that separates packs also stands behind a URL's scheme, before its port, and in its user or IPv6 address.
+# The colon that separates packs may also be part of a URL: after its scheme, before its port, in its user or address.
 _URL_OR_PATH = re.compile(
     r"[a-z][a-z0-9+.-]+://(?:[^/@]*@)?(?:\[[^]/]*]|[^/:]*)(?::\d+(?=[/:]|\Z))?(?:[/?#][^:]*)?|[^:]+"
 )
@@ -42,7 +42,7 @@ class PackError(EjkernelError):
 class Pack:
     """What a pack file holds; `problems` says which of its entries are unreadable.
 
-    The file of an `AutotuningResult` is a pack that also says of which device it is, and which calls were not tuned.
+    The file of an `AutotuningResult` is a pack that also names its device and the calls that were not tuned.
     """
 
     name: str
@@ -99,7 +99,7 @@ _RESULT_SHAPE = {"entries": list, "device": str, "unmatched?": [str]}
 
 
 def _whole(item: Any, result: Mapping[str, Any]) -> Any:
-    """An entry of a result, which earlier versions wrote without what all of its entries share."""
+    """An entry of a result; earlier versions wrote the fields that all entries share only once."""
     shared = {"schema": entries.SCHEMA, "device": result["device"], "signature": None, "complete": True}
     return {**shared, "provenance": {}, "statistics": {}, **item} if isinstance(item, dict) else item
 
@@ -127,7 +127,7 @@ def write(target: str | os.PathLike[str], items: Iterable[StoredEntry], name: st
 
 
 def without_trials(entry: StoredEntry) -> StoredEntry:
-    """`entry` as it is kept in version control: of the candidates, only the winner and the guess."""
+    """`entry` for version control: it keeps only the winner and the guess of the candidates."""
     candidates = entry.statistics.get("candidates")
     if not isinstance(candidates, list):
         return entry
@@ -156,7 +156,7 @@ def from_packages() -> list[str]:
     found = []
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         top, *rest = point.module.split(".")
-        spec = importlib.util.find_spec(top)  # A top-level name: asking for it imports nothing.
+        spec = importlib.util.find_spec(top)  # A top-level name: looking it up imports nothing.
         for folder in (spec.submodule_search_locations or []) if spec else []:
             path = Path(folder, *rest)
             found += [str(p) for p in (path, path.with_name(path.name + ".json")) if p.exists()]
@@ -179,5 +179,5 @@ def _open_remote(source: str, mode: str) -> Iterator[Any]:
     try:
         with fsspec.open(source, mode) as file:
             yield file
-    except Exception as e:  # Backends of other people raise what they like.
+    except Exception as e:  # Other packages' filesystems may raise any exception.
         raise PackError(f"{source}: {type(e).__name__}: {e}") from e

@@ -1,4 +1,4 @@
-"""The tier that survives the process: tuned configs on disk, over read-only packs."""
+"""The persistent tier: tuned configs on disk, then read-only packs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("ejkernel.store")
 
 
 class StoreSettingError(EjkernelError, ValueError):
-    """The store is set up in a way that has no meaning."""
+    """A setting of the store has an invalid value."""
 
 
 def default_root() -> Path:
@@ -42,7 +42,7 @@ def default_root() -> Path:
         return _local(directory) / "configs"
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
-    except RuntimeError:  # No home directory: where nothing can be, so that the process goes on in memory and says so.
+    except RuntimeError:  # No home directory: a path that cannot exist, so that the store is in memory.
         base = Path(os.devnull)
     return base / "ejkernel" / "configs"
 
@@ -82,8 +82,8 @@ class PersistentCache:
 
     @functools.cached_property
     def served(self) -> Served:
-        """What calls were traced with, so that a put or delete that concerns one of them makes it trace again."""
-        from ejkernel.ops.core.context import Served  # Loads JAX, which the command line does without.
+        """The configs that calls were traced with, so that a put or delete that changes one has it traced again."""
+        from ejkernel.ops.core.context import Served  # This loads JAX, which the command line does not need.
 
         return Served()
 
@@ -97,8 +97,8 @@ class PersistentCache:
     ) -> StoredEntry | None:
         """Entry of a key with its config typed, from the first layer that has one that fits.
 
-        With `kernel`, an entry that was measured with another source of it or another JAX carries the reason as
-        `stale`; the policy "ignore" passes over it.
+        With `kernel`, an entry that was measured with another source of it or another JAX has the reason in `stale`;
+        the policy "ignore" skips it.
         """
         where = places.places_of(places.split(key, "PersistentCache.lookup"))
         policy = self.stale if stale is None else _stale(stale)
@@ -143,7 +143,7 @@ class PersistentCache:
         )
 
     def add(self, entry: StoredEntry) -> None:
-        """Stores an entry as it is, in place of the one that is there."""
+        """Stores an entry as it is, replacing the existing one."""
         place = entry.place
         origin = "imported" if entry.origin == "pack" else entry.origin
         entry = dataclasses.replace(entry, layer="store", origin=origin, stale=None)
@@ -164,7 +164,7 @@ class PersistentCache:
         self._changed(entry)
 
     def own(self, *key: Any) -> StoredEntry | None:
-        """Entry of a key in the user's store alone, whether or not its config still fits."""
+        """Entry of a key in the user's store only, whether or not its config still fits."""
         where = places.places_of(places.split(key, "PersistentCache.own"))
         return self._memory.get(where[0]) or _found(self._store, where)
 
@@ -187,7 +187,7 @@ class PersistentCache:
     def entries(
         self, device: str | None = None, op_id: str | None = None, *, packs: bool = True
     ) -> Iterator[StoredEntry]:
-        """Entries of the store, then those of its packs if wanted, each key once; configs are read when asked for."""
+        """Entries of the store, then those of its packs if wanted, each key once; configs are read on first use."""
         seen: set[Place] = set()
         for layer in self._layers() if packs else self._own_layers():
             for entry in layer.entries(device, op_id):
@@ -205,7 +205,7 @@ class PersistentCache:
         return sum(1 for _ in self.entries())
 
     def __bool__(self) -> bool:
-        return True  # An empty store is still a store, and counting is not free.
+        return True  # An empty store is still true, and counting would be slow.
 
     def __repr__(self) -> str:
         return f"PersistentCache({str(self.path)!r})"
@@ -225,8 +225,8 @@ class PersistentCache:
     def tuning_lock(self, key: Any, timeout: float | None = None) -> Iterator[bool]:
         """Holds the right to measure `key`, among all processes that share the directory.
 
-        Gives True when it is held, False if `timeout` seconds passed first. Look the key up again inside: who waited
-        finds what the other one measured. A holder that dies releases it.
+        Gives True when it is held, False if `timeout` seconds passed first. Look the key up again inside: another
+        process may have measured it while this one waited. The lock is released if its holder dies.
         """
         place = places.place_of(key)
         path = self.path / files.LOCKS / f"{short_hash(list(place))}.lock"
@@ -239,7 +239,7 @@ class PersistentCache:
             yield held
 
     def append_trial(self, key: Any, record: Mapping[str, Any], *, quiet: bool = False) -> None:
-        """Adds one line to the trials of a key, so that an interrupted tuning can go on; `quiet` if it may be lost."""
+        """Adds one line to the trials of a key, so that an interrupted tuning can resume; `quiet` if it may be lost."""
         place = places.place_of(key)
         with self._lock:
             try:
@@ -257,7 +257,7 @@ class PersistentCache:
             return []
 
     def require_packs(self) -> None:
-        """Reads all packs, for who cannot do without.
+        """Reads all packs now, and fails if one cannot be read.
 
         Raises:
           PackError: One of them cannot be read.
@@ -307,19 +307,19 @@ class PersistentCache:
         )
 
     def _settle(self, key: Any) -> None:
-        """Moves an entry from where an earlier version put it to the place that is its own now."""
+        """Moves an entry from the place of an earlier version to its present place."""
         where = places.places_of(key)
         for place in where if where[0].device == places.FREE else ():
             path = self._store.files.path(place)
             with contextlib.suppress(EntryError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 own = self._store.files.path(layers.read_entry(path, place).place)
                 if own != path and own.exists():
-                    path.unlink()  # It has been put again since.
+                    path.unlink()  # There is a newer entry at the present place.
                 elif own != path:
                     os.replace(path, own)
 
     def _set_aside(self, path: Path, place: Place) -> None:
-        """Keeps what is in the way and cannot be read: somebody may have edited it by hand."""
+        """Renames an unreadable file instead of replacing it: somebody may have edited it by hand."""
         if files.stamp(path) is None:
             return
         try:
@@ -330,8 +330,8 @@ class PersistentCache:
     def _warn_unwritable(self, error: OSError) -> None:
         self._tell_once(
             ("unwritable", None),
-            f"{self.path}: the store cannot be used there ({error.strerror or error}). This process goes on in memory. "
-            "Free space, fix its permissions, or point EJKERNEL_CACHE_DIR at a writable directory.",
+            f"{self.path}: the store cannot be used there ({error.strerror or error}). This process continues in "
+            "memory. Free space, fix its permissions, or point EJKERNEL_CACHE_DIR at a writable directory.",
         )
 
     def _tell_once(self, what: tuple[str, Any], text: str) -> None:
@@ -344,7 +344,7 @@ class PersistentCache:
 
 @functools.cache
 def _note_stale_pack(name: str) -> None:
-    """Says once a process that a pack is of another day: whoever installed it can do little about that."""
+    """Logs once per process that a pack is stale; at level INFO, because its user can do little about it."""
     _log.info(
         "pack %s: its configs were tuned with another JAX or an earlier kernel. They are used; EJKERNEL_STALE=ignore "
         "refuses them, and tuning puts entries of the store before them.",
@@ -353,7 +353,7 @@ def _note_stale_pack(name: str) -> None:
 
 
 def _found(layer: Layer, where: tuple[Place, ...]) -> StoredEntry | None:
-    """The entry of the key that has these places: an earlier version used some for two keys."""
+    """The entry that belongs to the key of these places: an earlier version used some places for two keys."""
     entries = (layer.find(place) for place in where)
     return next((entry for entry in entries if entry is not None and entry.place == where[0]), None)
 

@@ -1,4 +1,4 @@
-"""What an entry of the store is called, and which name its file gets."""
+"""The names of entries and of their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ejkernel.ops.utils.fingerprint import short_hash, stable_json
 FREE = "_"  # Device and op of keys that are not (device, op_id, call_key).
 
 _SAFE = re.compile(r"[a-z0-9_-][a-z0-9._-]*")
-# Windows takes these for devices, whatever follows their dot, and drops a dot at the end.
+# Windows reserves these names for devices, with any extension, and drops a dot at the end.
 _RESERVED = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?|.*\.")
 _MAX_NAME = 80
 
@@ -25,7 +25,7 @@ class StoreKeyError(EjkernelError, TypeError):
 
 
 class Place(NamedTuple):
-    """Where an entry lives: three texts, whatever its key is."""
+    """The name of an entry: three texts, whatever its key is."""
 
     device: str
     op_id: str
@@ -43,7 +43,7 @@ def places_of(key: Any) -> tuple[Place, ...]:
         return (Place(*key),)
     data = tagged.encode(_canonical(key, key))
     if isinstance(data, str) and _is_canonical_json(data):
-        # The hash of "7" as it is would be that of 7, and was in 0.1.
+        # Without this, "7" would have the same hash as 7, as it did in ejkernel 0.1.
         return Place(FREE, FREE, short_hash([data])), Place(FREE, FREE, short_hash(data))
     return (Place(FREE, FREE, short_hash(data)),)
 
@@ -70,16 +70,16 @@ def _is_plain(text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def directory_name(text: str) -> str:
-    """`text` as the name of a directory: itself where that is safe on every filesystem, else cleaned with a hash."""
+    """`text` as the name of a directory: unchanged if it is safe on every filesystem, else cleaned with a hash."""
     if _is_plain(text) and not _RESERVED.fullmatch(text):
         return text
-    # The hash also separates names that differ only in case, which some filesystems do not.
+    # The hash also separates names that differ only in case, which some filesystems treat as equal.
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', text)[:_MAX_NAME]}~{short_hash([text])[:8]}"
 
 
 @functools.lru_cache(maxsize=4096)
 def former_name(text: str) -> str | None:
-    """The name that stores of earlier versions have for `text`, where it is another."""
+    """The name that stores of earlier versions have for `text`, if it differs."""
     return text if _is_plain(text) and _RESERVED.fullmatch(text) else None
 
 
@@ -89,7 +89,7 @@ def file_stem(text: str) -> str:
 
 
 def _canonical(part: Any, key: Any) -> Any:
-    """`part` with 1, 1.0 and True made one, as they are in a dict."""
+    """`part` with 1, 1.0 and True made equal, as they are in a dict."""
     if isinstance(part, tuple):
         return tuple(_canonical(p, key) for p in part)
     if isinstance(part, float) and math.isfinite(part):

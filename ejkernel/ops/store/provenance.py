@@ -19,7 +19,7 @@ _TOOLCHAIN = ("jax", "jaxlib")
 
 
 def collect(kernel: Any = None) -> dict[str, Any]:
-    """What is known here and now: versions, host, time, and the source of `kernel` (an instance or a class)."""
+    """The provenance of a measurement made now: versions, host, time, and the source of `kernel` (or its class)."""
     found = {
         "ejkernel": ejkernel.__version__,
         **{name: version(name) for name in _TOOLCHAIN},
@@ -33,7 +33,7 @@ def collect(kernel: Any = None) -> dict[str, Any]:
 
 
 def changes(stored: Mapping[str, Any], kernel: Any) -> str | None:
-    """What differs between the provenance of an entry and here; None if nothing that is known on both sides."""
+    """What differs between an entry's provenance and the present one; None if nothing known on both sides does."""
     current = {name: version(name) for name in _TOOLCHAIN}
     found = [f"{name} {stored[name]} -> {now}" for name, now in current.items() if now and stored.get(name, now) != now]
     source = stored.get("kernel_source")
@@ -52,7 +52,7 @@ def version(package: str) -> str | None:
 
 
 def driver() -> str | None:
-    """Version of the driver or libtpu, if a backend is running already: asking must not start one."""
+    """Version of the driver or libtpu, if a backend is already running: this must not start one."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     started = getattr(bridge, "backends_are_initialized", lambda: False)
     if not started():

@@ -1,4 +1,4 @@
-"""How two calls differ, field by field, in words that a person can act on."""
+"""How two calls differ, field by field, as text."""
 
 from __future__ import annotations
 

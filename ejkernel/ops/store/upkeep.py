@@ -1,4 +1,4 @@
-"""Keeping a store in order: what is wrong in it, and what may go."""
+"""Maintenance of a store: what is wrong in it, and what can be removed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(re.escape(files.TEMPORARY) + r"(?P<host>[0-9a-f]{8})-(?P
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Something that is wrong with a file, or just worth knowing."""
+    """An error in a file, or a note about it."""
 
     where: str
     level: Literal["error", "note"]
@@ -47,10 +47,10 @@ def verify(source: str | os.PathLike[str]) -> Iterator[Finding]:
 def prune(
     root: Path, *, older_than_days: float | None = None, broken: bool = False, dry_run: bool = False
 ) -> list[Path]:
-    """Removes what nobody needs and returns it: temporary files of writers that died, and locks of long ago.
+    """Removes files that are not needed and returns them: temporary files of dead writers, and old locks.
 
-    Entries go only on request: those measured more than `older_than_days` ago, and with `broken` those that cannot be
-    read or have been set aside for that. Trials of an unfinished tuning stay.
+    Entries are removed only on request: those measured more than `older_than_days` ago, and with `broken` those that
+    cannot be read, or were renamed because of that. Trials of an unfinished tuning stay.
     """
     store = StoreFiles(root)
     gone = [path for path in store.all_files() if _is_litter(path) or (broken and _is_set_aside(path))]
@@ -84,7 +84,7 @@ def _verify_directory(store: StoreFiles) -> Iterator[Finding]:
             yield from _verify_entry(entry, str(path))
     for path in store.all_files():
         if _is_set_aside(path):
-            yield Finding(where=str(path), level="note", text="was unreadable and has been set aside.")
+            yield Finding(where=str(path), level="note", text="was unreadable and has been renamed.")
 
 
 def _verify_pack(source: str) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def _verify_entry(entry: StoredEntry, where: str) -> Iterator[Finding]:
     try:
         serialize.decode_cfg(entry.cfg_data, named_only=True)
     except serialize.UnknownClassError:
-        pass  # Only the program that has the class can tell.
+        pass  # Only a program that has the class can check this.
     except serialize.ConfigMismatchError as e:
         yield Finding(where=where, level="error", text=str(e))
 
@@ -126,14 +126,14 @@ def _is_litter(path: Path) -> bool:
 
 
 def _is_orphan(path: Path, host: str, pid: int) -> bool:
-    if host != files.host() or os.name != "posix":  # Elsewhere os.kill(pid, 0) does not just ask.
+    if host != files.host() or os.name != "posix":  # On other systems os.kill(pid, 0) does more than ask.
         return _is_old(path)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # Alive, and another user's.
+        pass  # Alive, but another user's process.
     return _is_old(path)
 
 
@@ -153,14 +153,14 @@ def _age_days(entry: StoredEntry) -> float:
     try:
         measured = datetime.datetime.fromisoformat(text)
     except ValueError:
-        return 0.0  # Of unknown age: it stays.
+        return 0.0  # Its age is unknown: it stays.
     if measured.tzinfo is None:
         measured = measured.replace(tzinfo=datetime.UTC)
     return (datetime.datetime.now(datetime.UTC) - measured).total_seconds() / DAY_S
 
 
 def _remove_empty(folder: Path, root: Path) -> None:
-    """Removes the folders that a file's going has left empty, up to the store's own."""
+    """Removes folders that have become empty, up to the store's own."""
     while folder != root:
         try:
             folder.rmdir()

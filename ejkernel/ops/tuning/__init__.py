@@ -1,1 +1,1 @@
-"""Finding the best config: candidates, proving, racing, search, timers, workers."""
+"""Finding the best config: candidates, checking, racing, search, timers, workers."""

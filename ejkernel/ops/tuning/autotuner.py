@@ -1,4 +1,4 @@
-"""The tuner: how configs are measured, as settings."""
+"""The tuner, and its settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONGEST = 60
 
 
 class TunerSettingError(EjkernelError, ValueError):
-    """A tuner was set up in a way that has no meaning."""
+    """A setting of a tuner has an invalid value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class Autotuner:
 
     Attributes:
       num_warmup: Runs of each candidate before its first sample.
-      num_iters: The least number of samples behind the winner's figures; the race takes more where it needs them.
+      num_iters: The least number of samples behind the winner's figures; the race takes more if it needs them.
       budget_s: Stop after this many seconds with the best so far, marked incomplete.
       max_candidates: Try at most this many configs.
-      isolation: `"thread"` measures in this process, outside of whatever is being traced. `"process"` measures in a
-        worker that is killed when a candidate hangs, crashes or eats all memory; kernels must be importable.
-      timer: `"auto"` takes the best clock that works, `"wall"` the host's.
-      cold: Time every call with its inputs out of the cache, for kernels bound by bandwidth.
+      isolation: `"thread"` measures in this process, outside whatever is being traced. `"process"` measures in a
+        worker that is killed when a candidate hangs, crashes or uses too much memory; kernels must be importable.
+      timer: `"auto"` uses the best clock that works, `"wall"` the host's.
+      cold: Time every call with inputs that are not in the cache, for kernels bound by bandwidth.
       compile_s, run_s: How long compiling, and running once, may take.
       memory_bytes: The worker's limit with `"process"`; by default three quarters of what is available.
       progress: Draw a bar; None draws on terminals, and elsewhere prints a line every 15 seconds; False does neither.
@@ -89,7 +89,7 @@ class Autotuner:
     def autotune(
         self, make_fn: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any, candidates: Iterable[Any]
     ) -> Any:
-        """The best of `candidates`; `make_fn(cfg)` is a function of `(*args, **kwargs)`. The first one is the truth."""
+        """The best of `candidates`, which must agree with the first; `make_fn(cfg)` takes `(*args, **kwargs)`."""
         if self.isolation == "process":
             raise TunerSettingError("Autotuner.autotune: functions cannot be sent to a worker; use tune(inv, kernel).")
         listed = list(candidates)
@@ -117,22 +117,22 @@ class Autotuner:
         """Tunes one call, forward or backward; safe while the caller is tracing.
 
         Args:
-          inv: The call. If it is abstract, data of its shapes is made up.
-          kernel: Whose call it is.
-          configs: What to try, instead of the kernel's own space.
-          store: Where trials are kept, so that an interrupted tuning goes on and nothing is measured twice.
+          inv: The call. If it is abstract, data of its shapes is generated.
+          kernel: The kernel of the call.
+          configs: Candidates to try instead of the kernel's own space.
+          store: The store of trials, so that an interrupted tuning resumes and nothing is measured twice.
           seeds: Configs to start a large search from.
 
         Raises:
           TuningError: No candidate could be measured.
-          TuningInputsError: The call is abstract, and nobody knows legal data for it.
+          TuningInputsError: The call is abstract, and valid data for it is not known.
         """
         return self.outside(lambda stop: self._tune(inv, kernel, configs, store, seeds, stop))
 
     def outside(self, run: Callable[[threading.Event], Tuning]) -> Tuning:
         """`run(stop)` where nothing is being traced; the first Ctrl-C sets `stop`."""
         stop = threading.Event()
-        # Overlays and policy come along: a candidate may call other kernels.
+        # Overlays and policy are copied: a candidate may call other kernels.
         return run_outside(lambda: run(stop), contexts=[context.same_scope()], on_interrupt=stop.set)
 
     def _tune(
@@ -180,7 +180,7 @@ class Autotuner:
 
 
 def _as_text(value: Any) -> str:
-    """A keyword's value as its caller writes it: without addresses, and no longer than a line."""
+    """A keyword's value as its caller writes it: without addresses, and at most one line."""
     if hasattr(value, "__qualname__"):
         return qualified_name(value)
     text = re.sub(r" at 0x[0-9a-f]+", "", str(value) if isinstance(value, enum.Enum) else repr(value))

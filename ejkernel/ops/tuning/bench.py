@@ -44,12 +44,12 @@ def seconds_of(sample: Sample) -> float:
 _CALLBACK = re.compile(r"custom_call @\w*callback")
 
 _measuring = threading.Lock()
-"""Two tunings of one process take turns, round by round: side by side they would time each other."""
+"""Two tunings of one process take turns, round by round: in parallel they would disturb each other's times."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A candidate that compiled: what its program is, and the memory it takes beside its arguments."""
+    """A candidate that compiled: its program, and the memory it needs besides its arguments."""
 
     program: str
     memory_bytes: int
@@ -63,17 +63,17 @@ class Rejected:
     outcome: Fault
     reason: str
     limit: tuple[str, float] | None = None
-    """The limit that it broke, by name: a wider one gives it another chance."""
+    """The name of the limit that it exceeded: with a wider limit it is tried again."""
 
 
 class Bench:
-    """Builds, proves and times candidates by number.
+    """Compiles, checks and times candidates by number.
 
     Args:
       problem: What is tuned.
       timer: A timer, `"wall"`, or `"auto"` for the best that works here.
-      cold: Whether every call finds the cache without its inputs.
-      num_warmup: Runs of each candidate before the first sample; the first one is the one that is checked.
+      cold: Whether every call runs with inputs that are not in the cache.
+      num_warmup: Runs of each candidate before the first sample; the output of the first one is checked.
       exclusive: Whether this process only measures; then timers that would disturb others are allowed.
       compile_s: How long compiling one candidate may take before it is given up.
       cases: The same problem on other data, by name, instead of `problem`'s own: candidates must be right on all of
@@ -114,14 +114,14 @@ class Bench:
         return timers.choose(device, exclusive=exclusive)
 
     def build(self, candidates: Sequence[tuple[int, Any]]) -> list[Built | Rejected]:
-        """Compiles (number, config) pairs side by side."""
-        # Threads that nobody waits for after the limit: a compiler that hangs cannot be stopped from here.
+        """Compiles (number, config) pairs in parallel."""
+        # Threads are abandoned after the limit: a compiler that hangs cannot be stopped from here.
         return _side_by_side([_carried(functools.partial(self._build, *pair)) for pair in candidates], self._compile_s)
 
     def _build(self, number: int, cfg: Any) -> Built | Rejected:
         try:
             fn = self.problem.make_fn(cfg)
-            # A fresh function for each candidate: JAX caches by function, and some caches forget the config.
+            # A new function for each candidate: JAX caches by function, and the keys of some caches lack the config.
             run, arrays = arguments.on_arrays(lambda args, kwargs: fn(*args, **kwargs), self._tree)
             lowered = jax.jit(run).lower(*arrays)
             compiled = lowered.compile()
@@ -131,34 +131,34 @@ class Bench:
         analysis = compiled.memory_analysis()
         memory = getattr(analysis, "temp_size_in_bytes", 0) or 0
         text = lowered.as_text()
-        # Of a function on the host the text says only that there is one.
+        # The text of a program says of a host callback only that there is one.
         program = short_hash([text, number]) if _CALLBACK.search(text) else short_hash(text)
         return Built(program, int(memory), cost_of(compiled, self._least_flops))
 
     @functools.cached_property
     def _least_flops(self) -> float:
-        """What the reference computes: it has no loops or kernels that hide their work, candidates often do."""
+        """The operations of the reference: the compiler does not count those inside loops and kernels of candidates."""
         reference = self.problem.reference
         if reference is None:
             return 0.0
         return flops_of(lambda args, kwargs: reference(*args, **kwargs), *self._tree)
 
     def set_truth(self, number: int | None) -> None:
-        """Takes a candidate's output, or the problem's own truth, as the right answer."""
+        """Uses a candidate's output, or the problem's own reference, as the right answer."""
         if number is None:
             self._truths = [jax.block_until_ready(case.truth()) for case in self._cases.values() if case.truth]
         else:
             self._truths = [jax.block_until_ready(self._compiled[number](*x)) for x in self._data.values()]
 
     def prove(self, number: int) -> Rejected | None:
-        """Runs a candidate, compares its output with the truth, and warms it up."""
+        """Runs a candidate, compares its output with the right answer, and warms it up."""
         compiled = self._compiled[number]
         try:
             reason = next(filter(None, map(partial(self._mismatch, compiled), self._data, self._truths)), None)
             for _ in range(self._num_warmup - 1):
                 jax.block_until_ready(compiled(*self._arrays))
         except KernelDefinitionError:
-            raise  # No candidate is to blame.
+            raise  # This is not a candidate's fault.
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
             return _failed(error)
         if reason is not None:
@@ -173,7 +173,7 @@ class Bench:
         return f"case {name}: {reason}" if reason is not None and name else reason
 
     def prove_gradient(self, cfg: Any) -> Rejected | None:
-        """Compares what a config gives under `jax.grad` with the truth, for kernels with a gradient of their own."""
+        """Compares a config's gradient with the right one, for kernels with their own gradient."""
         provers = [case.prove_gradient for case in self._cases.values() if case.prove_gradient is not None]
         try:
             reason = next(filter(None, (prove(cfg) for prove in provers)), None)
@@ -205,11 +205,11 @@ class Bench:
         return times[0] if "" in self._cases else dict(zip(self._cases, times, strict=True))
 
     def use_wall_clock(self) -> None:
-        """For when the better timer stops working: another profiler was started meanwhile."""
+        """Switches to the wall clock, if the better timer stops working because another profiler was started."""
         self.timer = self._choose_timer("wall", exclusive=False)
 
     def forget(self, number: int) -> None:
-        """Frees what a candidate that is out of the race holds."""
+        """Frees the memory of a candidate that has left the race."""
         self._calls.pop(number, None)
         self._compiled.pop(number, None)
 
@@ -220,7 +220,7 @@ class Bench:
 
 
 def _on_device(problem: Problem) -> list[jax.Array]:
-    """A problem's arrays, on the device once and for all: what a call costs is not what copying its arguments costs."""
+    """A problem's arrays, copied to the device once: the time of a call must not include copying its arguments."""
     arrays, _ = arguments.split((problem.args, problem.kwargs))
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
 
@@ -242,7 +242,7 @@ _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 
 
 def _is_kernels(file: str) -> bool:
-    """Whether a file is neither JAX's, NumPy's, of this framework, nor of Python's own library."""
+    """Whether a file is the kernel author's: not of JAX, NumPy, ejkernel or Python's library."""
     return not (file.startswith(("<", *_OTHERS)) or (file.startswith(_PYTHON) and "-packages" not in file))
 
 
@@ -260,7 +260,7 @@ def _carried(job: Callable[[], Built | Rejected]) -> Callable[[], Built | Reject
 def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float) -> list[Built | Rejected]:
     """Results of jobs in threads, as many as there are cores; a job that passes its limit counts as failed.
 
-    What a job raises, its caller sees: a thread that ends without a result would be waited for until the limit.
+    An exception in a job is raised here: otherwise this would wait for the missing result until the limit.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(jobs)):
@@ -303,5 +303,5 @@ def _side_by_side(jobs: Sequence[Callable[[], Built | Rejected]], limit_s: float
                 if index not in results and now - since > limit_s:
                     reason = f"compiling took more than {limit_s:g} s"
                     results[index] = Rejected("failed", reason, ("compile_s", limit_s))
-                    start()  # The thread is lost to the compiler.
+                    start()  # The thread hangs in the compiler and is abandoned.
     return [results[index] for index in range(len(jobs))]

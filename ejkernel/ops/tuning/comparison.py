@@ -1,4 +1,4 @@
-"""Proving: whether a candidate computes the same thing as the truth it is compared with."""
+"""Checking: whether a candidate's output is the right answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCES = {
     "float16": 5e-3,
     "bfloat16": 2e-2,
 }
-"""Of the root mean square of the truth plus the element itself; narrower floats get `NARROW`."""
+"""Relative to the root mean square of the right answer plus the element itself; narrower floats get `NARROW`."""
 NARROW = 0.25
 REDUCED_FLOAT32 = 5e-3
 """For float32 on accelerators, whose matrix units round to fewer bits by default."""
@@ -28,7 +28,7 @@ Tolerance = float | Mapping[str, float] | None
 
 
 def check_tolerance(tolerance: Any, owner: str) -> None:
-    """Refuses a `tolerance` that would not count, or not as it is meant.
+    """Refuses a `tolerance` that would have no effect, or another than intended.
 
     Raises:
       KernelDefinitionError: It is neither a number nor a mapping from dtypes to numbers.
@@ -56,7 +56,7 @@ def _is_dtype(name: Any) -> bool:
 
 
 def tolerance_for(dtype: Any, override: Tolerance) -> float:
-    """The tolerance for an output of this dtype; a kernel's own `tolerance` goes first."""
+    """The tolerance for an output of this dtype; a kernel's own `tolerance` has priority."""
     name = np.dtype(dtype).name
     if isinstance(override, Mapping):
         override = {jnp.dtype(key).name: value for key, value in override.items()}.get(name)
@@ -95,21 +95,21 @@ def _leaf_mismatch(got: Any, want: Any, tolerance: Tolerance) -> str | None:
     limit = tolerance_for(got.dtype, tolerance)
     nans, worst = (float(x) for x in _compare(got, want))
     if nans:
-        return f"{nans:.0f} of {got.size} elements are NaN or infinite where the truth is not, or the reverse"
+        return f"{nans:.0f} of {got.size} elements are NaN or infinite where the right answer is not, or the reverse"
     return None if worst <= limit else f"error {worst:.1e} is above the tolerance {limit:.1e} of {got.dtype}"
 
 
 @jax.jit
 def _compare(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Elements that are finite on one side only, and the largest error, relative to the truth's size."""
-    # The largest numbers of a dtype stand for infinity where something is masked out: they say nothing about scale.
+    """Elements that are finite on one side only, and the largest error, relative to the right answer's size."""
+    # The largest numbers of a dtype are used as infinity in masks: they say nothing about scale.
     info = jnp.finfo(got.dtype)
     most = 0.99 * float(info.max) if info.bits >= 16 else float("inf")
-    # Not by promotion: 8-bit floats have none.
+    # Converted explicitly: 8-bit floats have no type promotion.
     wide = got.dtype if info.bits >= 32 else jnp.dtype(jnp.float32)
     got, want = got.astype(wide), want.astype(wide)
     finite = (jnp.abs(got) < most) & (jnp.abs(want) < most)
-    # What stands for infinity must have the same sign on both sides; a NaN need only be a NaN.
+    # Infinities must have the same sign on both sides; a NaN need only be a NaN.
     endless = lambda x: jnp.abs(x) >= most
     other_sign = endless(got) & endless(want) & (jnp.sign(jnp.real(got)) != jnp.sign(jnp.real(want)))
     unlike = (jnp.isnan(got) != jnp.isnan(want)) | (endless(got) != endless(want)) | other_sign
@@ -125,9 +125,10 @@ def _compare(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def norm_mismatch(got: Any, want: Any, tolerances: Mapping[str, float]) -> str | None:
-    """The first array of a dtype in `tolerances` that is too far off as a whole: by its norm, not by its worst element.
+    """The first array of a dtype in `tolerances` whose error is too large by its norm, not by its worst element.
 
-    For kernels whose worst element says little, because rounding alone can spoil a few; call `mismatch` as well.
+    For kernels whose worst element says little, because rounding alone can make a few elements wrong; call `mismatch`
+    as well.
     """
     paths = jax.tree_util.tree_flatten_with_path(want)[0]
     for (path, expected), actual in zip(paths, jax.tree.leaves(got), strict=True):

@@ -13,16 +13,16 @@ from ejkernel.ops.utils import arguments
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Operations of a call, and the bytes of its arguments and results: no implementation can do with less traffic."""
+    """Operations of a call, and the bytes of its arguments and results, which every implementation must move."""
 
     flops: float
     bytes: float
 
 
 def cost_of(compiled: Any, least_flops: float = 0.0) -> Cost | None:
-    """The cost of a compiled program that computes at least `least_flops`; None where the compiler does not tell.
+    """The cost of a compiled program that computes at least `least_flops`; None if the compiler does not say.
 
-    XLA counts the body of a loop once and nothing inside kernels of others, so a count is a lower bound.
+    XLA counts the body of a loop once, and nothing inside custom kernels, so a count is a lower bound.
     """
     try:
         analysis, memory = compiled.cost_analysis(), compiled.memory_analysis()
@@ -36,7 +36,7 @@ def cost_of(compiled: Any, least_flops: float = 0.0) -> Cost | None:
 
 
 def flops_of(fn: Callable[..., Any], *tree: Any) -> float:
-    """Operations of `fn(*tree)`, counted without compiling it; 0 where nobody can tell."""
+    """Operations of `fn(*tree)`, counted without compiling it; 0 if it is not known."""
     try:
         run, arrays = arguments.on_arrays(fn, tree)
         analysis = jax.jit(run).lower(*arrays).cost_analysis()
@@ -46,7 +46,7 @@ def flops_of(fn: Callable[..., Any], *tree: Any) -> float:
 
 
 def larger(one: Cost | None, two: Cost | None) -> Cost | None:
-    """Of two counts of the same call the one that saw more of it."""
+    """The larger of two counts of the same call: both are lower bounds."""
     if one is None or two is None:
         return one or two
     return max(one, two, key=lambda cost: cost.flops)

@@ -1,4 +1,4 @@
-"""Tuners of other people's making: anything with `autotune(make_fn, args, kwargs, candidates) -> cfg`."""
+"""Tuners that are not ours: anything with `autotune(make_fn, args, kwargs, candidates) -> cfg`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejkernel.ops.tuning.workers import run_outside
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a foreign tuner says: a config, of which it must have measured what it needs."""
+    """The result of a foreign tuner: a config. How it was measured is the tuner's business."""
 
     cfg: Any
     complete: bool = True
@@ -28,7 +28,7 @@ class Chosen:
     candidates: tuple[Any, ...] = (None,)
 
     def statistics(self) -> Mapping[str, Any]:
-        """Nothing is known but who chose."""
+        """Only the name of the tuner is known."""
         return {"timer": self.timer, "chosen": self.measurement}
 
     def shortfall(self, place: str) -> None:
@@ -37,12 +37,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ProtocolTuner:
-    """Gives a foreign tuner what ours has: concrete data, and a thread in which nothing is being traced."""
+    """Runs a foreign tuner like ours: with concrete data, in a thread in which nothing is being traced."""
 
     tuner: Tuner
 
     def tune(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, configs: Any = None, **_: Any) -> Chosen:
-        """The foreign tuner's choice, of the kernel's space or of `configs`; stores and seeds are not for it."""
+        """The foreign tuner's choice from the kernel's space or from `configs`; it gets no store and no seeds."""
 
         def run() -> Any:
             problem = from_call(inv, kernel, as_given=True)
@@ -55,10 +55,10 @@ class ProtocolTuner:
 
 
 def as_tuner(tuner: Any) -> Any:
-    """What measures for a selector that was given `tuner`: ours by default, or a foreign one with what ours has.
+    """The tuner of a selector that was given `tuner`: ours by default, or a foreign one in a `ProtocolTuner`.
 
     Raises:
-      TunerSettingError: It is no tuner.
+      TunerSettingError: It is not a tuner.
     """
     if tuner is None:
         return Autotuner()

@@ -1,4 +1,4 @@
-"""Gradients as something to tune and to prove: of a kernel's own backward, against its reference's."""
+"""Tuning and checking gradients: a kernel's own backward is compared with the gradient of its reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("ejkernel.tuning")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Gradients = dict[str, Any]
-"""By the place of the argument: only floating-point arrays have one."""
+"""By the index of the argument: only floating-point arrays have one."""
 
 
 def prover(
@@ -38,11 +38,11 @@ def prover(
     *,
     by_guess: bool = False,
 ) -> Callable[[Any], str | None] | None:
-    """Says why what runs under `jax.grad` with a config is wrong, or None: the forward's output, and its gradients.
+    """A function that says why a config's output or gradients under `jax.grad` are wrong, or None.
 
-    A backward that has configs of its own is taken with its guess: what it is given depends on the forward's. Where
-    nobody knows the right gradient, because neither reference nor guess can be differentiated here, no config is to
-    blame. `refusal` says why no call would run with a config, or None. `by_guess` leaves the reference out.
+    A backward that has its own configs runs with its guess: its inputs depend on the forward's config. If the right
+    gradient is not known, because neither reference nor guess can be differentiated here, no config is rejected.
+    `refusal` says why no call would run with a config, or None. `by_guess` does not use the reference.
     """
     guess, own = heuristic(inv, kernel), BackwardKernel.of(kernel)
     if _method(inv, kernel, guess) is None:
@@ -64,7 +64,8 @@ def prover(
         return _jitted(run)(args, kwargs)
 
     def reference() -> tuple[Any, Gradients] | None:
-        # Differentiated on a mesh of its own, a reference that communicates sums over devices what a kernel need not.
+        # On its own mesh, the gradient of a reference that communicates is summed over devices; the kernel's may not
+        # be.
         return None if inv.axes else _true_pair(kernel, args, kwargs)
 
     def guessed() -> tuple[Any, Gradients] | None:
@@ -77,14 +78,14 @@ def prover(
 
     def prove(cfg: Any) -> str | None:
         if _method(inv, kernel, cfg) is None:
-            return None  # JAX differentiates what was proved.
+            return None  # JAX differentiates code that was already checked.
         is_guess = same_cfg(cfg, guess)
         if own is not None and is_guess:
-            return None  # Proved where the backward is tuned, and of no use to those who never differentiate.
+            return None  # Checked when the backward is tuned; calls that are never differentiated do not need it.
         want = truth(is_guess)
         if want is None and (own is not None or is_guess):
             return None
-        got = found(cfg)  # Even if it is compared with nothing, it must run.
+        got = found(cfg)  # Even if there is nothing to compare it with, it must run.
         if want is None:
             return None
         for what, one, other in zip(("output under grad", "gradient"), got, want, strict=True):
@@ -96,13 +97,13 @@ def prover(
 
 
 def _first_known(owner: str, sources: Sequence[Callable[[], Any]]) -> Any:
-    """The first answer that there is; a warning if all that were asked failed."""
+    """The first answer that can be computed; a warning if all fail."""
     errors = []
     for source in sources:
         try:
             if (answer := source()) is not None:
                 return jax.block_until_ready(answer)
-        except Exception as error:  # noqa: BLE001 - the next one may know.
+        except Exception as error:  # noqa: BLE001 - the next one may work.
             errors.append(f"{type(error).__name__}: {error}")
     if errors:
         logger.warning("%s: gradients of configs are compared with nothing: %s", owner, "; ".join(errors))
@@ -112,9 +113,9 @@ def _first_known(owner: str, sources: Sequence[Callable[[], Any]]) -> Any:
 def backward(
     inv: Invocation[Any, Any], forward: Kernel[Any, Any], args: Args, kwargs: Kwargs
 ) -> tuple[Callable[[Any], Callable[..., Any]], Any, Callable[[], Gradients] | None]:
-    """A backward that is tuned on its own: functions of `(saved, args, kwargs)`, what was saved, right gradients.
+    """A backward that is tuned separately: functions of `(saved, args, kwargs)`, the saved values, right gradients.
 
-    These are computed when they are asked for; None if nobody knows them.
+    The right gradients are computed on first use; None if they are not known.
     """
     cfg = inv.metadata.get("forward_cfg")
     cfg = heuristic(inv, forward) if cfg is None else cfg
@@ -135,9 +136,9 @@ def backward(
 
 
 def under_gradient(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Callable[..., Any] | None:
-    """What runs under `jax.grad` with a config, as a function; None if JAX differentiates what runs without.
+    """The function that runs under `jax.grad` with a config; None if JAX differentiates the ordinary one.
 
-    It gives the output, and the gradients; or what is kept for a backward that has configs of its own.
+    It returns the output and the gradients; or the residuals, for a backward that has its own configs.
     """
     method = _method(inv, kernel, cfg)
     if method is None:
@@ -195,7 +196,7 @@ def _platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> 
 
 
 def _method(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Callable[..., Any] | None:
-    """`(residuals, out, dout, args, kwargs, cfg) -> gradients`, from whichever style the kernel is written in."""
+    """`(residuals, out, dout, args, kwargs, cfg) -> gradients`, for any style that the kernel is written in."""
     platform = _platform(inv, kernel, cfg)
     vjp = dispatch.find(kernel, "vjp", inv.context, platform)
     if vjp is not None and dispatch.find(kernel, "fwd_with_residuals", inv.context, platform) is not None:
@@ -241,7 +242,7 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _fitted(grads: Any, args: Args) -> Gradients:
-    """What a backward returned, as it is used: in the arguments' dtypes, None as zeros."""
+    """The gradients that a backward returned, in the arguments' dtypes, None as zeros."""
     found: list[Any] = []
     for grad, arg in zip(grads, args, strict=True):
         leaves, treedef = jax.tree.flatten(arg)

@@ -1,4 +1,4 @@
-"""What earlier tunings of a call left behind: an interrupted one goes on, and nothing is measured twice."""
+"""Results of earlier tunings of a call: an interrupted one resumes, and nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ejkernel.ops.utils.source import source_hash
 
 _COMPARABLE = ("jax", "jaxlib", "driver")
 _SPACE = ("config_space", "candidate_cfgs", "heuristic_cfg")
-"""Methods that say what to try, and change nothing about what was tried."""
+"""Methods that say what to try; a change to them does not affect earlier results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A race that came to its end.
+    """A finished race.
 
     Attributes:
-      winner: Who won, by `cfg_id`.
+      winner: The `cfg_id` of the winner.
       seconds: Time of every entrant, and of those that share a program with one.
       measurement: The winner's.
       speedup: Over the guess.
@@ -39,14 +39,14 @@ class Decided:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Self:
-        """The race that a file tells of."""
+        """A race read from a file."""
         kinds = {"measurement": Measurement, "speedup": Ratio}
         parts: dict[str, Any] = {k: kinds[k](**data[k]) for k in kinds if data.get(k) is not None}
         return cls(**{**data, **parts})
 
 
 def _is_sound(record: Mapping[str, Any]) -> bool:
-    """Whether a line of a file is what this version writes: another may write more, and a damaged one anything."""
+    """Whether a line of a file has the form that this version writes: another version or a damaged file may differ."""
     return all(wrong(record[kind], shape) is None for kind, shape in _SHAPES if kind in record)
 
 
@@ -74,11 +74,11 @@ class History:
     """The trials of one call that were made with the same kernel source and toolchain as here.
 
     Args:
-      store: Where they are kept; None remembers for this tuning only.
+      store: Where they are stored; with None they are kept for this tuning only.
       key: Of the call.
-      kernel: Whose source counts.
+      kernel: The kernel whose source counts.
       aim: What was measured, if not the ordinary time.
-      limits: In force now, by name: who failed at a tighter one gets another chance.
+      limits: The present limits by name: a candidate that failed at a tighter one is tried again.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class History:
 
         self._at = place()
         records = store.read_trials(key) if store is not None else []
-        # What was measured before hashes saw constants counts as it did then.
+        # Older measurements have hashes without constants, which are compared without them.
         places = {self._at, place(first=True)} if records else {self._at}
         self._records = [record for record in records if record.get("at") in places and _is_sound(record)]
         pardoned = max((i + 1 for i, record in enumerate(self._records) if "pardoned" in record), default=0)
@@ -128,15 +128,15 @@ class History:
         self._append({"rejected": record})
 
     def pardon(self) -> None:
-        """Forgets who was rejected, for good: those who still deserve it will be again."""
+        """Forgets all rejections: candidates that still fail will be rejected again."""
         self.rejected = {}
         self._append({"pardoned": True})
 
-    # --- Proofs ---
+    # --- Checks of other calls' configs ---
 
     @property
     def proofs(self) -> dict[str, str | None]:
-        """Configs of other calls by name: why each may not serve this one, None if it was proved that it may."""
+        """Configs of other calls by name: why each may not serve this one, None if the check passed."""
         return {each["id"]: each["reason"] for each in self._all("proof")}
 
     def add_proof(self, name: str, cfg: Any, reason: str | None) -> None:
@@ -171,7 +171,7 @@ class History:
 
     @property
     def decided(self) -> Decided | None:
-        """The last race that was decided, with the times of all that were."""
+        """The last finished race, with the times of all finished ones."""
         races = [Decided.read(each) for each in self._all("decided")]
         if not races:
             return None
@@ -185,7 +185,7 @@ class History:
         self._append({"searched": space})
 
     def has_searched(self, space: str) -> bool:
-        """Whether a search of this very space came to its end."""
+        """Whether a search of exactly this space was finished."""
         return space in self._all("searched")
 
     def _append(self, record: dict[str, Any], *, quiet: bool = False) -> None:

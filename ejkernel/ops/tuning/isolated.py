@@ -1,4 +1,4 @@
-"""A bench in a process of its own, so that a candidate that crashes, hangs or eats all memory harms nobody else."""
+"""A bench in a separate process, so that a candidate that crashes, hangs or uses too much memory does no harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ejkernel.ops.utils import arguments
 
 
 class IsolatedBenchError(EjkernelError, RuntimeError):
-    """A problem could not be set up in a worker: no candidate is to blame."""
+    """A problem could not be set up in a worker; this is not a candidate's fault."""
 
 
 def open_bench(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cases: Sequence[str] = (), **options: Any) -> Bench:
@@ -61,7 +61,7 @@ def _timer() -> tuple[str, bool]:
 
 
 class IsolatedTimer:
-    """What is known here of the worker's timer."""
+    """The name and kind of the worker's timer."""
 
     def __init__(self, name: str, device_time: bool) -> None:
         self.name = name
@@ -69,13 +69,13 @@ class IsolatedTimer:
 
 
 class IsolatedBench:
-    """The interface of `Bench`. A job that breaks a limit costs its limit and the worker, whose place a new one takes.
+    """The interface of `Bench`. A job that exceeds a limit is killed with its worker, and a new worker is started.
 
-    Whatever a candidate needs of an earlier worker is done again before the candidate is asked for anything.
+    What an earlier worker did for a candidate is done again before the candidate is used.
 
     Args:
       kernel: Must be importable and picklable.
-      inv: The call, whose data travels along.
+      inv: The call; its data is sent to the worker.
       options: For `Bench`.
       compile_s: Limit of compiling one candidate.
       run_s: Limit of running one candidate once.
@@ -100,7 +100,7 @@ class IsolatedBench:
                 f"{owner.__name__} is defined in the script that runs, where a worker process cannot import it. Move "
                 'it into a module, or tune with isolation="thread".'
             )
-        # What other processes hold cannot travel; the worker makes it up.
+        # Data of other processes cannot be sent; the worker generates it.
         sent = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if arguments.has_no_data(x) else x
         args, kwargs = jax.tree.map(sent, (inv.args, dict(inv.kwargs)))
         inv = replace(inv, args=args, kwargs=kwargs, metadata=dict(inv.metadata))
@@ -113,7 +113,7 @@ class IsolatedBench:
         self._took_s: dict[int, float] = {}
         self._timer: IsolatedTimer | None = None
         self._wall = False
-        # What the present worker knows:
+        # The state of the present worker:
         self._built: set[int] = set()
         self._proved: set[int] = set()
         self._has_truth = False
@@ -127,10 +127,10 @@ class IsolatedBench:
         return self._timer
 
     def build(self, candidates: Sequence[tuple[int, Any]]) -> list[Built | Rejected]:
-        """Compiles all of them in one job, or, if that job breaks, each in a job of its own."""
+        """Compiles all of them in one job, or, if that job breaks, each in a separate job."""
         waves = math.ceil(len(candidates) / (os.cpu_count() or 1))
         try:
-            # The worker gives up a candidate at the same limit; only one that stops the whole worker meets this one.
+            # The worker stops a candidate at the same limit; this one is reached only if the whole worker hangs.
             results = self._ask("build", list(candidates), limit_s=self._compile_s * waves + 1)
         except JobError as error:
             if len(candidates) == 1:
@@ -141,7 +141,7 @@ class IsolatedBench:
                 self._cfgs[number] = cfg
                 self._built.add(number)
         if any(isinstance(result, Rejected) and result.limit is not None for result in results):
-            self._lose_worker()  # A compiler that goes on in there would be timed with the others.
+            self._lose_worker()  # A compiler that is still running there would disturb the timing.
         return results
 
     def set_truth(self, number: int | None) -> None:
@@ -186,7 +186,7 @@ class IsolatedBench:
         left = [number for number in order if number not in samples]
         if not left:
             return samples
-        # Checked ones have run within the limit: a whole round takes about as long as they took then.
+        # Checked candidates have run within the limit, so a whole round takes about the sum of those times.
         limit_s = self._run_s + 4 * sum(self._took_s[number] for number in left)
         try:
             return samples | self._ask("measure", left, limit_s=limit_s)
@@ -208,7 +208,7 @@ class IsolatedBench:
         self._timer = IsolatedTimer("wall", device_time=False)
 
     def forget(self, number: int) -> None:
-        """Frees what a candidate that is out of the race holds."""
+        """Frees the memory of a candidate that has left the race."""
         self._cfgs.pop(number, None)
         if number in self._built:
             self._ask("forget", number, limit_s=self._run_s)
@@ -233,20 +233,20 @@ class IsolatedBench:
                 self._lose_worker()
 
     def _open(self) -> None:
-        # Making the data may compile something too.
+        # Generating the data may compile something too.
         try:
             name, device_time = self._worker.run(_open, *self._call, limit_s=self._compile_s + self._run_s)
         except JobError as error:
             self._worker.close()
             raise IsolatedBenchError(
-                f"{self._call[1].op_id}: cannot be tuned in a process of its own. {error}"
+                f"{self._call[1].op_id}: cannot be tuned in a separate process. {error}"
             ) from error
         self._timer = IsolatedTimer(name, device_time)
         if self._wall:
             self.use_wall_clock()
 
     def _lose_worker(self) -> None:
-        """The next one knows nothing yet."""
+        """Resets the state: the next worker has nothing prepared."""
         self._worker.close()
         self._built.clear()
         self._proved.clear()
@@ -256,15 +256,17 @@ class IsolatedBench:
         if number is not None and number not in self._built:
             (built,) = self.build([(number, cfg)])
             if isinstance(built, Rejected):
-                raise IsolatedBenchError(f"{self._call[1].op_id}: what was taken as right runs no more: {built.reason}")
+                raise IsolatedBenchError(
+                    f"{self._call[1].op_id}: the reference candidate no longer runs: {built.reason}"
+                )
         limit_s = self._run_s if number is not None else self._compile_s + self._run_s
         self._ask("set_truth", number, limit_s=limit_s)
         self._has_truth = True
 
     def _revive(self, numbers: Sequence[int]) -> dict[int, Rejected]:
-        """Makes these ready to be measured; those that broke on the way, with reasons."""
+        """Prepares these for measuring; returns those that failed, with reasons."""
         broken: dict[int, Rejected] = {}
-        # Whoever breaks the worker takes the others along, so look again until all are ready or broken.
+        # A candidate that breaks the worker undoes the others, so repeat until all are ready or have failed.
         while lost := [n for n in numbers if n not in broken and n not in self._proved]:
             unbuilt = [n for n in lost if n not in self._built]
             if unbuilt:

@@ -1,4 +1,4 @@
-"""What a tuning found: the winner, how surely, and what became of every candidate."""
+"""The result of a tuning: the winner, with its interval, and the result of every candidate."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ejkernel.ops.utils.canonical import same_cfg
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The outcome of one tuning.
+    """The result of one tuning.
 
     Attributes:
       cfg: The winner.
-      complete: Whether it ran to its end, rather than to a budget or Ctrl-C.
+      complete: Whether it was finished, not stopped by a budget or Ctrl-C.
       measurement: The winner's time, from fresh samples.
       speedup: Over the heuristic, with its interval; None if the heuristic could not run.
       candidates: Every config that was considered.
       timer: The clock; times of different clocks are not comparable.
       rounds: Rounds of the race.
       seconds: Time spent.
-      cost: What the call costs at least, as far as it can be counted.
+      cost: A lower bound of the call's cost, if it can be counted.
       keywords: The static keywords of the call as its caller writes them, each as text.
-      decided: Whether the race came to its end, though not every config need have taken part.
+      decided: Whether the race was finished, even if not every config took part.
     """
 
     cfg: Any
@@ -48,16 +48,16 @@ class Tuning:
         return self.decided and any(c.measurement is not None and same_cfg(c.cfg, cfg) for c in self.candidates)
 
     def ranked(self) -> list[Candidate]:
-        """Every config: the winner, then by how far they came, then by time; of different rounds, times mislead."""
+        """Every config: the winner, then by how far they came, then by time."""
         time = lambda c: float("inf") if c.measurement is None else c.measurement.median_ms
         return sorted(self.candidates, key=lambda c: (rank(c.status), time(c)))
 
     def counts(self) -> dict[str, int]:
-        """How many candidates ended in which way."""
+        """The number of candidates per kind of result."""
         return dict(Counter(candidate.status for candidate in self.candidates))
 
     def statistics(self) -> Mapping[str, Any]:
-        """The outcome as data, for the store."""
+        """The result as data, for the store."""
         return {
             "timer": self.timer,
             "measurement": None if self.measurement is None else asdict(self.measurement),
@@ -88,7 +88,7 @@ class Tuning:
         return "\n".join(lines)
 
     def shortfall(self, place: str) -> str | None:
-        """What to tell the caller if this is not what they think; `place` is where the kernel is written."""
+        """A warning if the result may not be what the caller expects; `place` is the kernel's file and line."""
         return shortfall(self, place)
 
 

@@ -1,4 +1,4 @@
-"""A problem: what is tuned, on which data, and what its right answer is."""
+"""A problem: what is tuned, on which data, and the right answer."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ _MAX_NOISY = 1 << 24
 """Constants with more elements stay as they are: noise is made on the host."""
 
 UNDER_GRADIENT = "under grad: "
-"""What reasons begin with that concern a gradient, or what is kept for one."""
+"""The beginnings of reasons that concern a gradient, or its residuals."""
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
 class TuningInputsError(EjkernelError, TypeError):
-    """A call has no data to be tuned on, and none can be made up for it."""
+    """A call has no data to be tuned on, and none can be generated for it."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What choosing candidates needs to know of a problem: no data, so it costs nothing."""
+    """The part of a problem that choosing candidates needs: no data, so it is cheap."""
 
     name: str
     space: Any
     guess: Any
     has_truth: bool = False
-    """Whether the problem knows its right answer; otherwise the guess's is taken."""
+    """Whether the right answer is known; otherwise the guess's output is used."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Functions of `(*args, **kwargs)`, one a config, that should all compute the same."""
+    """Functions of `(*args, **kwargs)`, one per config, that should all compute the same."""
 
     name: str
     make_fn: Callable[[Any], Callable[..., Any]]
     args: Args
     kwargs: Kwargs
     truth: Callable[[], Any] | None = None
-    """The right answer; None takes the guess's."""
+    """The right answer; if None, the guess's output is used."""
     mismatch: Callable[[Any, Any], str | None] = comparison.mismatch
     prove_gradient: Callable[[Any], str | None] | None = None
-    """Why a config is wrong under `jax.grad`, for kernels with a gradient of their own."""
+    """Why a config is wrong under `jax.grad`, for kernels with their own gradient."""
     reference: Callable[..., Any] | None = None
-    """What computes the truth from the arguments, if the kernel has such a function."""
+    """The function that computes the right answer from the arguments, if the kernel has one."""
 
 
 def outline(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], configs: Any = None) -> Outline:
     """The outline of one call's problem.
 
     Raises:
-      TuningInputsError: The call is abstract, and nobody knows legal data for it, or even its shapes.
+      TuningInputsError: The call is abstract, and valid data for it, or even its shapes, are not known.
     """
     owner = forward_of(kernel)
     if inv.is_symbolic:
@@ -91,14 +91,14 @@ def from_call(
     Args:
       inv: The call.
       kernel: Whose call it is.
-      as_given: Leave its data alone, whether it tells much or not.
-      whole: Its functions give what runs under `jax.grad` as well, so that one program tells all about a config; the
-        truth is the guess's.
+      as_given: Use its data without adding noise.
+      whole: Its functions give what runs under `jax.grad` as well, so that one program checks a config completely; the
+        right answer is the guess's.
     """
     args, kwargs = concrete_inputs(inv, kernel)
     if not as_given:
         args, kwargs = with_noise((args, kwargs), seed=zlib.crc32(inv.call_key.encode()))
-    refused = partial(refusal, inv, kernel)  # Asked of the kernel itself, not of what it is on a mesh.
+    refused = partial(refusal, inv, kernel)  # From the kernel itself, not from the meshed one.
     if inv.axes:
         kernel, place = on_mesh(kernel, inv.axes)
         put = lambda x: place(x) if arguments.is_array(x) else x
@@ -207,7 +207,7 @@ def _reference(kernel: Kernel[Any, Any], args: Args, kwargs: Kwargs) -> Callable
 
 
 def concrete_inputs(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> tuple[Args, Kwargs]:
-    """The call's own arguments, or legal ones of the same shapes if it is abstract."""
+    """The call's own arguments, or valid ones of the same shapes if it is abstract."""
     if not inv.is_abstract:
         return inv.args, dict(inv.kwargs)
     key = _key_of(inv)
@@ -222,7 +222,7 @@ def concrete_inputs(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> tupl
 
 
 def with_noise(tree: Any, *, seed: int) -> Any:
-    """`tree` with a little noise on floats that are all the same: a constant tells no tile from its neighbour."""
+    """`tree` with a little noise on floats that are all the same: a constant would hide a mix-up of two tiles."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([_noisy(x, (seed, i)) if _is_constant(x) else x for i, x in enumerate(leaves)])
 
@@ -237,7 +237,7 @@ def _is_constant(x: Any) -> bool:
 
 
 def _noisy(x: Any, seed: tuple[int, int]) -> Any:
-    """Up to a tenth nearer to zero, which no dtype is too small for; zeros up to a tenth more."""
+    """Moves values up to a tenth of their size towards zero, so that no dtype overflows; zeros get up to a tenth."""
     noise = np.random.default_rng(seed).random(x.shape, np.float32) / 10
     value = np.asarray(x)
     wide = value.astype(np.promote_types(np.float32, value.dtype) if value.dtype.itemsize > 4 else np.float32)
@@ -248,7 +248,7 @@ def _noisy(x: Any, seed: tuple[int, int]) -> Any:
 
 
 def materialise(owner: str, tree: Any, key: jax.Array) -> Any:
-    """`tree` with normal floats in place of abstract arrays; integers have a meaning that nobody here knows."""
+    """`tree` with normal floats in place of abstract arrays; integers have a meaning that is not known here."""
     _refuse_integers(owner, tree)
     leaves, treedef = jax.tree.flatten(tree)
     keys = jax.random.split(key, max(len(leaves), 1))
@@ -261,8 +261,8 @@ def materialise(owner: str, tree: Any, key: jax.Array) -> Any:
 
 
 def _refuse_integers(owner: str, tree: Any, *, backward: bool = False) -> None:
-    # A backward is traced apart from its data, even where the call is not.
-    known = "compile it with the executor's `compile`" if backward else "call it once outside of jit and vmap"
+    # A backward is traced without its data, even if the call has data.
+    known = "compile it with the executor's `compile`" if backward else "call it once outside jit and vmap"
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if arguments.has_no_data(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TuningInputsError(

@@ -1,4 +1,4 @@
-"""How a tuning is doing: a bar on terminals, a line now and then elsewhere, and a log everywhere."""
+"""Progress of a tuning: a bar on terminals, a line every 15 seconds elsewhere, and a log everywhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Progress:
     Args:
       name: The operation.
       budget_s: The time it may take, if there is a limit.
-      show: Whether to draw; None draws if standard error is a terminal, and else prints a line now and then.
+      show: Whether to draw; None draws if standard error is a terminal, and else prints lines.
     """
 
     def __init__(self, name: str, budget_s: float | None, show: bool | None = None) -> None:
@@ -76,7 +76,7 @@ class Progress:
         self._draw(text, self._left_s(race, now))
 
     def finished(self, summary: str) -> None:
-        """Logs the outcome."""
+        """Logs the result."""
         logger.info("%s: %s", self._name, summary)
 
     def _left_s(self, race: Race[Any], now: float) -> float | None:
@@ -103,12 +103,12 @@ class Progress:
 
 
 def _is_terminal() -> bool:
-    """Whether somebody watches; a program without a console has no standard error at all, or a closed one."""
+    """Whether standard error is a terminal; a program without a console has none, or a closed one."""
     return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
 
 
 class Speaker:
-    """Prints the latest text to the standard error now and then, also while a compiler keeps everything waiting."""
+    """Prints the latest text to the standard error at intervals, also while a compiler blocks everything else."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -131,6 +131,6 @@ class Speaker:
             try:
                 if sys.stderr is not None:
                     print(self.text, file=sys.stderr, flush=True)
-            except (OSError, ValueError) as error:  # Nobody reads it, or it was closed: no reason to stop measuring.
+            except (OSError, ValueError) as error:  # The stream is closed: no reason to stop measuring.
                 logger.info("progress is no longer printed: %s", error)
                 return

@@ -1,8 +1,8 @@
-"""Proof: that a config which was tuned for another call computes the same for this one, before it serves it.
+"""Checks that a config that was tuned for another call is right for this one, before it is used.
 
-It is compared with the guess: two programs, each run once on made-up data. Only where these differ is it proved as a
-tuning would, with the reference if there is one, which may cost far more. What was found out is remembered, in this
-process and beside the trials of the call.
+It is compared with the guess: two programs, each run once on generated data. Only if these differ, it is checked as in
+a tuning, with the reference if there is one, which may cost far more. The result is kept in this process and beside the
+trials of the call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("ejkernel.tuning")
 
 _COMPILE_S = 120.0
 _SHARE = 8
-"""Made-up data may take one part in so many of the memory that is free: nobody has asked for a proof."""
+"""Generated data may use this fraction of the free memory, as its inverse: the user did not ask for the check."""
 _GUESS, _CFG = 0, 1
 
 
@@ -41,7 +41,7 @@ class Proof(NamedTuple):
 
     reason: str | None
     certain: bool = True
-    """Whether it would come out the same the next time: not if something was in the way."""
+    """Whether the result would be the same next time: not if the check could not be completed."""
 
 
 _proofs: weakref.WeakKeyDictionary[type, dict[Any, Proof]] = weakref.WeakKeyDictionary()
@@ -50,14 +50,14 @@ _proofs: weakref.WeakKeyDictionary[type, dict[Any, Proof]] = weakref.WeakKeyDict
 def prove(
     inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, store: PersistentCache | None, *, now: bool = True
 ) -> Proof | None:
-    """Whether a config that was tuned for another call may serve `inv`; safe while the caller is tracing.
+    """Whether a config that was tuned for another call may be used for `inv`; safe while the caller is tracing.
 
     Without `now` nothing is run: None if it is not known yet.
     """
     guess = heuristic(inv, kernel)
     if same_cfg(cfg, guess):
         return Proof(None)
-    # What a backward is given depends on the forward that ran.
+    # The inputs of a backward depend on the forward that ran.
     name = "/".join(cfg_id(x) for x in (cfg, inv.metadata.get("forward_cfg")) if x is not None)
     known = _proofs.setdefault(type(source_of(kernel)), {})
     if (found := known.get((inv.key, name))) is not None:
@@ -77,13 +77,13 @@ def prove(
 
 def _prove(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, guess: Any) -> Proof:
     if not _is_affordable(inv):
-        return Proof("its data would take too much memory to prove it", certain=False)
+        return Proof("its data would take too much memory to check it", certain=False)
     try:
         rejected = _differs_from_guess(from_call(inv, kernel, whole=True), cfg, guess)
         if rejected is not None and getattr(forward_of(kernel), "reference", None) is not None:
             rejected = _differs_from_reference(from_call(inv, kernel), cfg)
-    except Exception as error:  # noqa: BLE001 - whatever is in the way of a proof, there is the guess.
-        return Proof(f"it cannot be proved: {type(error).__name__}: {error}", certain=False)
+    except Exception as error:  # noqa: BLE001 - if the check cannot be made, the call gets the guess.
+        return Proof(f"it cannot be checked: {type(error).__name__}: {error}", certain=False)
     return Proof(None) if rejected is None else _refused(rejected)
 
 
@@ -96,7 +96,7 @@ def _differs_from_guess(problem: Problem, cfg: Any, guess: Any) -> Rejected | No
         bench.set_truth(_GUESS)
         rejected = bench.prove(_CFG)
         if rejected is not None and rejected.reason.startswith(UNDER_GRADIENT):
-            # What is kept for a backward may differ, and its gradients be right.
+            # Residuals may differ although the gradients are right.
             rejected = bench.prove_gradient(cfg)
         return rejected
 
@@ -115,7 +115,7 @@ def _bench(problem: Problem) -> contextlib.closing[Bench]:
 
 
 def _refused(rejected: Rejected) -> Proof:
-    # What fails may do so for lack of memory, or because of a bug that is gone tomorrow; numbers stay what they are.
+    # A failure may be due to lack of memory or a bug that will be fixed, so it is not stored; wrong numbers are.
     wrong = rejected.outcome == "wrong"
     return Proof(f"it {'is wrong' if wrong else 'failed'} here: {rejected.reason}", certain=wrong)
 

@@ -1,4 +1,4 @@
-"""The race: which of several candidates is fastest, decided from noisy samples alone.
+"""The race: which of several candidates is fastest, decided only from noisy samples.
 
 Pure statistics without clocks or JAX: real timers, recorded samples and simulated ones drive the same code.
 
@@ -7,10 +7,10 @@ Pure statistics without clocks or JAX: real timers, recorded samples and simulat
         race.record({key: measure(key) for key in race.next_round()})
     print(race.result.winner)
 
-Every round runs each survivor once, in random order: whatever the clock, the temperature or a neighbour did to the
-round, it did to all of them, and it cancels in the ratio of two samples of one round. The *heats* drop candidates until
-the rest cannot be told apart. The *final* measures the best of them and the heuristic again, and only these fresh
-samples decide and are reported: the fastest of many noisy estimates is, on average, too fast.
+Every round runs each survivor once, in random order: changes of the clock, the temperature or the load affect all of a
+round, and cancel in the ratio of two samples of one round. The *heats* drop candidates until the rest cannot be told
+apart. The *final* measures the best of them and the heuristic again, and only these fresh samples decide and are
+reported: the smallest of many noisy times is, on average, too small.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from ejkernel.ops.tuning.standings import Candidate, Key, Measurement, RaceResul
 
 
 class RaceError(EjkernelError):
-    """A race was set up or fed in a way that has no answer."""
+    """A race has invalid candidates, rules or samples."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RaceRules:
-    """The constants of a race; `benchmarks/racing.py` shows what they cost and what they buy."""
+    """The constants of a race; `benchmarks/racing.py` measures their cost and benefit."""
 
     # (after this round, drop what was this many times slower than the best in every round so far): one 100x candidate
     # costs as much as the whole race of the others. Never on a single sample: a process that loses its core for a time
@@ -39,15 +39,15 @@ class RaceRules:
     screens: tuple[tuple[int, float], ...] = ((2, 10.0), (4, 3.0))
     halvings: tuple[int, ...] = (4, 8, 16)
     keep: int = 8  # Halving never goes below this many.
-    first_test: int = 6  # No interval is believed on fewer rounds.
-    level: float = 0.99  # Of the interval that drops a candidate; it is looked at after every round.
-    half_width: float = 0.005  # A ratio known this well is known.
+    first_test: int = 6  # With fewer rounds, intervals are not used.
+    level: float = 0.99  # The confidence of the interval that drops a candidate; it is checked after every round.
+    half_width: float = 0.005  # A ratio with an interval this narrow needs no more samples.
     heat_rounds: int = 32
     finalists: int = 4
     final_rounds: tuple[int, int] = (16, 64)  # At least, at most.
     heuristic_tie: float = 0.01  # A new config must be faster than the guess by more than this.
-    clear_win: float = 1.25  # And by this in every round of a race that was stopped too early for an interval.
-    tie: float = 0.0025  # Closer than this to the fastest, the preferred one wins.
+    clear_win: float = 1.25  # And by this in every round, if the race was stopped too early for an interval.
+    tie: float = 0.0025  # Among candidates this close to the fastest, the preferred one wins.
 
 
 DEVICE_TIME = RaceRules()
@@ -56,18 +56,18 @@ WALL_CLOCK = RaceRules(heat_rounds=256, final_rounds=(16, 256))
 
 
 class Race(Generic[Key]):
-    """A race among `candidates`: ask `next_round`, run what it names, `record` the seconds, until `done`.
+    """A race among `candidates`: call `next_round`, run what it returns, `record` the seconds, until `done`.
 
     The same seed and the same records give the same race again, so an interrupted one resumes by replaying its records.
 
     Args:
-      candidates: Distinct keys. Among equals the earlier one wins, so put the preferred first: less memory, then the
-        lower config hash.
+      candidates: Distinct keys. Among equally fast ones the earlier wins, so put the preferred first: less memory, then
+        the lower config hash.
       heuristic: The guess. It is always in the final, and stays unless something else is surely faster.
-      seed: Of the order within the rounds.
+      seed: For the order within the rounds.
       min_rounds: The least number of samples behind the reported figures.
       rules: The constants.
-      timer: What the clock is called.
+      timer: The name of the clock.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Race(Generic[Key]):
 
     @property
     def survivors(self) -> list[Key]:
-        """Who is still in the race."""
+        """The candidates that are still in the race."""
         return [self._keys[i] for i in self._alive]
 
     @property
@@ -116,11 +116,11 @@ class Race(Generic[Key]):
 
     @property
     def phase(self) -> Literal["heats", "final"]:
-        """Whether the samples of the next round decide who stays or who wins."""
+        """Whether the next round belongs to the heats or to the final."""
         return "final" if self._in_final else "heats"
 
     def next_round(self) -> list[Key]:
-        """Returns whom to measure next, in the order to do it."""
+        """Returns the candidates to measure next, in order."""
         order = np.random.default_rng([self._seed, self.rounds]).permutation(self._alive)
         return [self._keys[i] for i in order]
 
@@ -140,7 +140,7 @@ class Race(Generic[Key]):
             self._enter_final()
 
     def fail(self, key: Key, reason: str) -> None:
-        """Takes a survivor out that could not be measured."""
+        """Removes a survivor that could not be measured."""
         if self._index.get(key) not in self._alive:
             raise RaceError(f"Race: only a survivor can fail, got {key!r}.")
         self._leave(self._index[key], "failed", reason)
@@ -179,7 +179,7 @@ class Race(Generic[Key]):
         for i, by, always, at_least in zip(ranked, slower, ratios.min(axis=0), surely, strict=True):
             if always > math.log(limit):
                 self._leave(i, "screened", f"{math.exp(by):.1f} times as slow after {rounds} rounds")
-            elif at_least > rules.tie:  # Whoever may be as good as the best may also win the tie.
+            elif at_least > rules.tie:  # A candidate that may be as fast as the best may also win as the preferred one.
                 self._leave(i, "raced out", f"{math.expm1(by):.1%} slower after {rounds} rounds")
         if rounds in rules.halvings:
             still = [i for i in ranked if i in self._alive]
@@ -223,7 +223,7 @@ class Race(Generic[Key]):
 
     @property
     def result(self) -> RaceResult[Key]:
-        """The outcome so far; final once `done`."""
+        """The result so far; final once `done`."""
         winner, rows = self._decide()
         standings = tuple(self._standing(i, winner) for i in range(len(self._keys)))
         return RaceResult(
@@ -236,17 +236,17 @@ class Race(Generic[Key]):
         )
 
     def _decide(self) -> tuple[int, list[np.ndarray]]:
-        """Returns the winner and the rounds that made it so."""
+        """Returns the winner and the rounds that decided."""
         if not self._alive:
             reasons = "; ".join(f"{self._keys[i]!r}: {reason}" for i, (_, reason) in self._left.items())
             raise RaceError(f"Race: no candidate could be measured. {reasons}")
         enough = self._state == "complete" or len(self._final) >= self.rules.first_test
         rows = self._final if enough else self._heats + self._final
         h = self._heuristic
-        # A heuristic that only the final recalled lacks the later heats, and lost the earlier ones.
+        # A heuristic that was dropped in the heats and came back for the final has no samples of the later heats.
         pool = self._alive if enough else [i for i in self._alive if i != h or not self._recalled] or self._alive
         whole = [row for row in rows if not np.isnan(row[pool]).any()]
-        if not whole:  # Stopped inside the first round: what was measured of it is all there is.
+        if not whole:  # Stopped inside the first round: there are only the samples of that round.
             whole = rows[-1:]
         entrants = [i for i in pool if whole and not np.isnan(whole[-1][i])]
         if not entrants:
@@ -300,7 +300,7 @@ def drive(race: Race[Key], measure: Callable[[Key], float]) -> RaceResult[Key]:
 def _ranked(rows: list[np.ndarray], columns: list[int]) -> tuple[list[int], np.ndarray]:
     """Returns the columns, best first, and their log-ratios to the best in every round."""
     x = np.stack(rows)[:, columns]
-    # Centred by round before ranking: a slow round must not weigh on those that happened to be lucky in it.
+    # Centred by round before ranking: a slow round must not distort the ranking.
     order = np.argsort(robust.centre(x - np.median(x, axis=1, keepdims=True)), kind="stable")
     x = x[:, order]
     return [columns[j] for j in order], x - x[:, :1]

@@ -1,7 +1,7 @@
 """Robust estimates: the centre of noisy samples with a right tail, and how far it may be off.
 
-Samples are rows, quantities are columns. The centre is the mean without the lowest and the highest fifth: a hiccup in
-every fifth sample does not move it, and on normal noise it does with two thirds of the samples that a median needs.
+Samples are rows, quantities are columns. The centre is the mean without the lowest and the highest fifth: a disturbance
+of every fifth sample does not move it, and with normal noise it needs two thirds of the samples of a median.
 """
 
 import math
@@ -17,7 +17,7 @@ def centre(x: np.ndarray) -> np.ndarray:
 
 def margin(x: np.ndarray, level: float) -> np.ndarray:
     """Returns the half-width of the interval around `centre(x)` at confidence `level`; infinite below four rows."""
-    from scipy.special import stdtrit  # Only who tunes needs it.
+    from scipy.special import stdtrit  # Imported here, because only tuning needs it.
 
     n, cut = len(x), _cut(len(x))
     if n < 4:

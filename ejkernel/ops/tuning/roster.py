@@ -1,4 +1,4 @@
-"""The roster of a tuning: its candidates by number, and what became of each."""
+"""The roster of a tuning: its candidates by number, and the result of each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ejkernel.ops.utils.serialize import cfg_id
 
 @dataclass
 class Roster:
-    """Candidates in the order in which they were proposed; the number of one is its place.
+    """Candidates in the order in which they were proposed; the number of a candidate is its index.
 
     Attributes:
       guess: The heuristic's config.
       cfgs: The configs.
-      ends: How those ended that did not race to the end, with reasons.
-      twins: Who shares a program with an earlier candidate, which then stands for both.
+      ends: The results of those that did not finish the race, with reasons.
+      twins: Candidates that share a program with an earlier one, which represents both.
       seconds: Times, comparable between all races.
       best: The winner so far.
     """
@@ -41,7 +41,7 @@ class Roster:
         return found
 
     def name(self, number: int) -> str:
-        """What the history knows a candidate by."""
+        """The name of a candidate in the history."""
         return cfg_id(self.cfgs[number])
 
     def is_new(self, number: int, program: str, memory_bytes: int) -> bool:
@@ -55,31 +55,31 @@ class Roster:
         return False
 
     def reject(self, number: int, status: Status, reason: str) -> None:
-        """Takes a candidate out."""
+        """Removes a candidate from the race."""
         self.ends[number] = (status, reason)
-        # The next one with this program gets to speak for itself.
+        # The next candidate with this program is treated as new.
         self._programs = {program: n for program, n in self._programs.items() if n != number}
         if number == self.best:
             self.best = None
 
     def pardon(self, names: Container[str]) -> None:
-        """Lets those back in who go by these names."""
+        """Admits the candidates with these names again."""
         self.ends = {n: end for n, end in self.ends.items() if self.name(n) not in names}
 
     def release(self, number: int) -> list[int]:
-        """Those that a rejected candidate stood for; from now on they stand for themselves."""
+        """The candidates that a rejected one represented; from now on they represent themselves."""
         free = [n for n, twin in self.twins.items() if twin == number]
         for n in free:
             del self.twins[n], self.ends[n]
         return free
 
     def is_rejected(self, number: int) -> bool:
-        """Whether a candidate is out for good."""
+        """Whether a candidate was rejected."""
         return self.ends.get(number, ("", ""))[0] in ("failed", "wrong")
 
     @property
     def heuristic(self) -> int | None:
-        """The guess, or who stands for it, unless it is out or was not proposed."""
+        """The guess, or the candidate that represents it, unless it was rejected or not proposed."""
         number = self._numbers.get(cfg_id(self.guess))
         number = None if number is None else self.twins.get(number, number)
         return None if number is None or self.is_rejected(number) else number
@@ -89,20 +89,20 @@ class Roster:
         return self.seconds.get(self.twins.get(number, number), float("inf"))
 
     def preference(self, number: int) -> tuple[int, str]:
-        """Among equals the one that needs less memory, then the lower hash: the same on every host."""
+        """The order among equally fast candidates: less memory, then the lower hash, the same on every host."""
         return self._memory.get(number, 0), self.name(number)
 
     def adopt(self, result: RaceResult[int]) -> None:
         """Takes over the winner and the times of a race."""
         found = {s.cfg: s.measurement.median_ms / 1e3 for s in result.standings if s.measurement is not None}
-        # The machine may be slower now than in an earlier race; who took part in both tells by how much.
+        # The machine may be slower now than in an earlier race; candidates that took part in both show by how much.
         anchor = next((n for n in (self.best, self.heuristic) if n in found and n in self.seconds), None)
         scale = 1.0 if anchor is None else self.seconds[anchor] / found[anchor]
         self.seconds |= {n: seconds * scale for n, seconds in found.items()}
         self.best = result.winner
 
     def times_of(self, numbers: Iterable[int]) -> dict[str, float]:
-        """Seconds by name, of these and of those that they stand for."""
+        """Seconds by name, of these and of those that they represent."""
         wanted = set(numbers)
         everyone = (n for n in range(len(self.cfgs)) if n in wanted or self.twins.get(n) in wanted)
         return {self.name(n): self.time(n) for n in everyone if self.time(n) < float("inf")}

@@ -1,4 +1,4 @@
-"""One tuning: proposes candidates, has them built, proved and raced, and reports."""
+"""One tuning: proposes candidates, has them compiled, checked and timed, and reports."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Session:
     Attributes:
       effort: How much to try.
       outline: What to try.
-      open_bench: Makes the `Bench` or `IsolatedBench`; not called if everything is known already.
-      history: What earlier tunings found out.
+      open_bench: Makes the `Bench` or `IsolatedBench`; not called if the answer is already known.
+      history: Results of earlier tunings.
       stop: Set to end the tuning with the best so far.
       seeds: Configs to start a large search from.
       stored: The config of the finished tuning that is stored for the call.
@@ -83,7 +83,7 @@ class Session:
     _by_case: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
     def run(self) -> Tuning:
-        """The outcome.
+        """Runs the tuning and returns its result.
 
         Raises:
           TuningError: No candidate could be measured.
@@ -99,7 +99,7 @@ class Session:
         with progress as self._progress, contextlib.ExitStack() as self._open:
             self._search()
             if self._is_hopeless():
-                # What was wrong then, with a module or with the data, may be right by now.
+                # What caused the failures then, a module or the data, may have been fixed.
                 self._roster.pardon(self.history.rejected)
                 self.history.pardon()
                 self._search()
@@ -131,7 +131,7 @@ class Session:
         return short_hash([members, cfg_id(self.outline.guess)])
 
     def _earlier(self) -> Decided | None:
-        """What is known of races against a config that may still win."""
+        """The known times of races against a config that may still win."""
         known = self.history.decided
         if known is None or known.winner in self.history.rejected:
             return None
@@ -149,12 +149,12 @@ class Session:
         return stored and self.history.has_searched(self._space_id)
 
     def _is_hopeless(self) -> bool:
-        """Whether nobody is left, and that because of what earlier tunings found."""
+        """Whether no candidate is left because of the results of earlier tunings."""
         nobody = self._roster.best is None and not self._over
         return nobody and any(self._roster.name(n) in self.history.rejected for n in range(len(self._roster.cfgs)))
 
     def _is_known(self, number: int) -> bool:
-        """Whether there is an answer already, of an earlier tuning or of this one; notes it."""
+        """Whether there is already an answer, from an earlier tuning or from this one; notes it."""
         name = self._roster.name(number)
         if self._roster.is_rejected(number):
             return True
@@ -185,14 +185,14 @@ class Session:
         numbers = [roster.number(cfg) for cfg in batch]
         fresh = [n for n in numbers if not self._is_known(n)]
         if fresh:
-            # The guess goes first: without a reference, its output is the truth.
+            # The guess goes first: without a reference, its output is the right answer.
             first = [n for n in (roster.heuristic, roster.best) if n is not None and n not in self._proved]
             entrants = self._prove(self._build(list(dict.fromkeys([*first, *fresh]))))
             if entrants and (roster.best is None or set(entrants) & set(fresh)):
                 self._race(entrants)
         return [search.Trial(cfg, roster.time(n)) for cfg, n in zip(batch, numbers, strict=True)]
 
-    # --- Building and proving ---
+    # --- Compiling and checking ---
 
     def _build(self, numbers: list[int]) -> list[int]:
         built: list[int] = []
@@ -220,7 +220,7 @@ class Session:
     def _reject(self, number: int, rejected: Rejected) -> None:
         logger.debug("%s: %r %s: %s", self.outline.name, self._cfg(number), rejected.outcome, rejected.reason)
         if number == self._roster.best:
-            # Whoever lost against it in an earlier tuning may be right after all: the next one looks at them again.
+            # Candidates that lost against it in an earlier tuning may be right: the next tuning tries them again.
             self._known = None
         self._roster.reject(number, rejected.outcome, rejected.reason)
         self.history.reject(self._cfg(number), rejected)
@@ -244,7 +244,7 @@ class Session:
         return right
 
     def _find_truth(self, number: int) -> bool:
-        """Takes the reference, or else this candidate, as the right answer; the guess is the first one to be asked."""
+        """Uses the reference, or else this candidate, as the right answer; the guess is tried first."""
         own = self.outline.has_truth
         try:
             self._bench.set_truth(None if own else number)
@@ -275,10 +275,10 @@ class Session:
                 self._adopt(result)
                 return
             self._reject(result.winner, rejected)
-            contestants.update(self._heirs(result.winner))
+            contestants.update(self._others_with_its_program(result.winner))
 
-    def _heirs(self, number: int) -> list[int]:
-        """Of those that share the program of a candidate with a wrong gradient, one whose gradient is right."""
+    def _others_with_its_program(self, number: int) -> list[int]:
+        """A candidate with a right gradient, among those that share the program of one with a wrong gradient."""
         waiting = self._roster.release(number)
         while waiting and not self._over and (rejected := self._prove_gradient(waiting[0])) is not None:
             self._reject(waiting.pop(0), rejected)
@@ -293,7 +293,7 @@ class Session:
         return rejected
 
     def _one_race(self, numbers: list[int]) -> RaceResult[int] | None:
-        """A race's outcome; None if nobody was measured."""
+        """The result of a race; None if no candidate was measured."""
         timer, heuristic = self._bench.timer, self._roster.heuristic
         race = racing.Race(
             numbers,
@@ -396,14 +396,14 @@ class Session:
         return tuning
 
     def _untested(self) -> int | None:
-        """What to use if time was over before anything was measured: the guess, unless something is wrong with it."""
+        """The config to use if time was up before anything was measured: the guess, unless it was rejected."""
         guess = self._roster.number(self.outline.guess)
         if not self._roster.is_rejected(guess):
             return guess
         return min(self._proved, default=None)
 
     def _told(self, known: Decided, **facts: Any) -> Tuning:
-        """The outcome as the history has it."""
+        """The result from the history."""
         assert self._roster.best is not None
         return Tuning(
             cfg=self._cfg(self._roster.best),
@@ -414,7 +414,7 @@ class Session:
         )
 
     def _unchanged(self, known: Decided, seconds: float) -> Tuning:
-        """The stored outcome, which nothing new could change."""
+        """The stored result, if nothing new could change it."""
         return self._told(known, complete=True, candidates=(), rounds=0, seconds=seconds)
 
 

@@ -1,4 +1,4 @@
-"""Shortfall: where a tuning did not do what its caller may think it did."""
+"""Shortfall: where a tuning did not do what its caller may expect."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _PLACE = re.compile(r"\(\S+:\d+\)")
 
 
 class TuningWarning(UserWarning):
-    """A tuning did not do what its caller may think it did."""
+    """A tuning did not do what its caller may expect."""
 
 
 def warn(tuning: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, stacklevel: int) -> None:
-    """Warns whoever asked for a tuning if its outcome is not what one thinks."""
+    """Warns the caller of a tuning if its result may not be what they expect."""
     if (text := tuning.shortfall(source_line(inv, kernel))) is not None:
         warnings.warn(f"{inv.op_id}: {text}", TuningWarning, stacklevel=stacklevel + 1)
 
 
 def shortfall(tuning: Any, place: str) -> str | None:
-    """What to tell of a `Tuning`, in lines; None if it did what one thinks. `place` is where the kernel is written."""
+    """The warning about a `Tuning`, in lines; None if there is none. `place` is the kernel's file and line."""
     guess = next((c for c in tuning.candidates if c.guess), None)
     others = [c for c in tuning.candidates if c is not guess and c.status != "duplicate"]
     told: list[str] = []
     if guess is not None and guess.status in _OUT:
         fate = "is wrong" if guess.status == "wrong" else "failed"
-        told.append(f"the guess {guess.cfg!r} {fate}, and goes on serving calls that are not tuned")
+        told.append(f"the guess {guess.cfg!r} {fate}, and still serves calls that are not tuned")
     if others and guess is not None and guess.status not in _OUT and all(c.status in _OUT for c in others):
-        told.append(f"the guess {guess.cfg!r} stays because all other candidates are out ({len(others)})")
+        told.append(f"the guess {guess.cfg!r} stays because all other candidates failed or are wrong ({len(others)})")
     elif tuning.measurement is None and not tuning.rounds:
         told.append(f"stopped before anything was measured, and {tuning.cfg!r} is only a guess: raise the budget")
     if not told:
@@ -48,7 +48,7 @@ _OUT = ("failed", "wrong")
 
 
 def grouped(candidates: Iterable[Any]) -> Iterator[str]:
-    """Why candidates are out, most frequent reason first: reasons that differ in numbers only are told once."""
+    """Why candidates were rejected, most frequent reason first; reasons that differ only in numbers are shown once."""
     groups: dict[Any, list[Any]] = {}
     for c in candidates:
         if c.status in _OUT:

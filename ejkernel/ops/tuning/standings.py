@@ -1,4 +1,4 @@
-"""Standings: how far candidates came, in how much time, and who won; plain statistics, without JAX."""
+"""Standings: how far candidates came, their times, and the winner; plain statistics, without JAX."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Measurement:
 
     @classmethod
     def of(cls, seconds: np.ndarray, timer: str) -> Measurement | None:
-        """What samples say, None of none."""
+        """The measurement from samples; None if there are none."""
         if not len(seconds):
             return None
         ms = 1e3 * np.asarray(seconds)
@@ -65,7 +65,7 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What became of one config; in a race it goes by its key."""
+    """The result of one config; in a race it is identified by its key."""
 
     cfg: Any
     status: Status
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class RaceResult(Generic[Key]):
-    """Who won, how surely, and what became of the others.
+    """The winner, with its interval, and the results of the others.
 
     `complete` is False when the race was stopped from outside. `speedup` is over the heuristic, from the final's paired
     samples; None without a heuristic that ran.

@@ -1,4 +1,4 @@
-"""Benchmarking: the time of one call, for a person to read."""
+"""Benchmarking: the time of one call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from ejkernel.ops.tuning import timers
 
 
 class BenchmarkError(EjkernelError, ValueError):
-    """A benchmark was asked for that cannot be run."""
+    """The arguments of a benchmark are invalid."""
 
 
 def benchmark(
@@ -32,8 +32,8 @@ def benchmark(
       fn: What to time; `lambda: kernel(a, b)` is fine.
       *args: Passed on.
       num_warmup: Calls before the first sample.
-      num_iters: Samples. A sample of a short call is made of enough calls to be seen.
-      timer: `auto` takes device time where there is any and the host's clock otherwise; `wall` always the latter.
+      num_iters: Samples. A sample of a short call is made of enough calls to be measurable.
+      timer: `auto` uses device time if there is any and the host's clock otherwise; `wall` always the latter.
       **kwargs: Passed on.
     """
     if num_iters < 1:
@@ -48,7 +48,7 @@ def benchmark(
     except timers.TimerError:
         if timer != "auto":
             raise
-        # No kernel was launched, or a profiler was started meanwhile.
+        # No kernel was launched, or another profiler was started.
         return 1e3 * median(_timer("wall", out).measure([call] * num_iters))
 
 

@@ -1,4 +1,4 @@
-"""The truth of a problem: what a reference says, which is asked once."""
+"""The right answer of a problem: the output of its reference, which runs once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ejkernel.ops.utils import arguments
 logger = logging.getLogger("ejkernel.tuning")
 
 MAX_EQUATIONS = 1000
-"""A Python loop in a reference is written out in a program, and compiling it takes longer than running its steps."""
+"""A Python loop in a reference is unrolled in a program, and compiling it takes longer than running its steps."""
 
 _IN_A_HURRY = {
-    # Else XLA tries many ways to run each product of the program, which takes longer than to race all candidates.
+    # Otherwise XLA tunes each product of the program, which takes longer than timing all candidates (JAX 0.11.2, H200).
     "xla_gpu_autotune_level": 0,
-    # Round where the reference does: operation by operation it would.
+    # Round where the reference does, as it would operation by operation.
     "xla_allow_excess_precision": False,
 }
 
@@ -28,7 +28,7 @@ def once(fn: Callable[..., Any], *tree: Any) -> Any:
     if jax.default_backend() == "gpu":
         try:
             return _as_one_program(fn, tree)
-        except Exception as error:  # noqa: BLE001 - a reference need not be traceable; if it is wrong, it says so itself.
+        except Exception as error:  # noqa: BLE001 - a reference need not be traceable; a broken one raises below.
             logger.debug("The reference runs operation by operation: %s: %s", type(error).__name__, error)
     return fn(*tree)
 
@@ -40,5 +40,5 @@ def _as_one_program(fn: Callable[..., Any], tree: tuple[Any, ...]) -> Any:
     if len(equations) > MAX_EQUATIONS:
         raise ValueError(f"it has {len(equations)} operations")
     if any(device is not None for e in equations for device in e.params.get("devices", ())):
-        raise ValueError("it says on which device to run")
+        raise ValueError("it names the device to run on")
     return jax.block_until_ready(traced.lower().compile()(*arrays))

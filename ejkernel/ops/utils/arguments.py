@@ -1,4 +1,4 @@
-"""Which parts of a call are arrays and which are static, and how to take the two apart."""
+"""Which parts of a call are arrays and which are static, and how to separate the two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StaticArgumentError(EjkernelError, TypeError):
 
 
 class Statics(NamedTuple):
-    """A pytree less its arrays."""
+    """A pytree without its arrays."""
 
     treedef: Any
     is_array: tuple[bool, ...]
@@ -60,7 +60,7 @@ def merge(arrays: Iterable[Any], statics: Statics) -> Any:
 
 
 def on_arrays(fn: Callable[..., Any], tree: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
-    """`fn(*tree)` as a function of the arrays of `tree` alone, which JAX can transform, and these arrays."""
+    """`fn(*tree)` as a function of only the arrays of `tree`, which JAX can transform, and these arrays."""
     arrays, statics = split(tree)
     return (lambda *arrays: fn(*merge(arrays, statics))), arrays
 
@@ -80,7 +80,7 @@ def is_data(x: Any, depth: int = 4) -> bool:
         return all(is_data(part, depth - 1) for part in (cells, x.__defaults__, x.__kwdefaults__))
     if dataclasses.is_dataclass(x):
         return all(is_data(getattr(x, f.name), depth - 1) for f in dataclasses.fields(x))
-    # A function of a module is there anyway.
+    # A module keeps its functions alive anyway.
     return getattr(sys.modules.get(getattr(x, "__module__", "")), getattr(x, "__qualname__", ""), None) is x
 
 

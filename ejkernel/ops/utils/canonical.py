@@ -1,7 +1,7 @@
-"""Canonical forms of configs: what tells two of them apart, in memory and on disk.
+"""Canonical forms of configs, which say whether two of them are equal, in memory and on disk.
 
 `C(True)`, `C(1)` and `C(1.0)` are three configs, though Python says that they are equal; 0.0 and -0.0 are two, and nan
-is itself. Whoever compares configs, or looks one up by another, does it here; `serialize.cfg_id` is the same in files.
+equals nan. All comparisons and lookups of configs use this module; `serialize.cfg_id` does the same in files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def canonical(cfg: Any) -> Hashable:
-    """A value that is equal for configs that are: in all their fields, and in the types of these.
+    """A value that is equal for equal configs: in all their fields, and in the types of these.
 
     Raises:
       TypeError: `cfg` holds something that is neither hashable nor has attributes.
@@ -36,7 +36,7 @@ def canonical(cfg: Any) -> Hashable:
     if classes.is_record(type(cfg)):
         return type(cfg), *((name, canonical(value)) for name, value in fields_of(cfg).items())
     if type(cfg).__eq__ is object.__eq__ and hasattr(cfg, "__dict__") and not _is_its_name(cfg):
-        # A class of its own making that compares by address: its attributes tell.
+        # An object that compares by address: its attributes decide.
         return type(cfg), canonical(vars(cfg))
     try:
         hash(cfg)
@@ -46,7 +46,7 @@ def canonical(cfg: Any) -> Hashable:
 
 
 class Identity:
-    """Equal only to an Identity of the very same object, which it keeps alive: an `id` alone can come back."""
+    """Equal only to an Identity of the same object, which it keeps alive, because an `id` alone can be reused."""
 
     def __init__(self, target: object) -> None:
         self.target = target
@@ -59,7 +59,7 @@ class Identity:
 
 
 def token(cfg: Any) -> Hashable:
-    """What a config is now, whatever becomes of the object; where that cannot be said, the object itself."""
+    """The present value of a config, even if the object changes later; the object itself if it has no such value."""
     try:
         return canonical(cfg)
     except (TypeError, RecursionError):
@@ -80,7 +80,7 @@ def distinct(cfgs: Iterable[T]) -> list[T]:
 
 
 def _is_its_name(x: Any) -> bool:
-    """Whether something is what it is by its place, not by its contents: functions, classes, modules."""
+    """Whether something is identified by its name, not by its contents: functions, classes, modules."""
     return callable(x) or isinstance(x, ModuleType)
 
 
@@ -88,7 +88,7 @@ def _is_its_name(x: Any) -> bool:
 
 
 def scalar_key(x: Any) -> Any:
-    """`x` as part of a key: floats count by their bits, so that nan finds itself again and -0.0 is not 0.0."""
+    """`x` as part of a key: floats are compared by their bits, so that nan equals nan and -0.0 is not 0.0."""
     kind = type(x)
     if kind is float:
         return x.hex()
@@ -98,8 +98,8 @@ def scalar_key(x: Any) -> Any:
 def exact_key(x: Any, depth: int = 4) -> Hashable:
     """A key that tells `x` from other values that are equal to it in Python, as `1`, `1.0` and `True` are.
 
-    Of an object that is equal to others because its parts are (a dataclass, a tuple, a class with an `__eq__`), the
-    parts count too, down to `depth`: objects may form a circle.
+    If an object is compared by its parts (a dataclass, a tuple, a class with an `__eq__`), the parts are included too,
+    down to `depth`: objects may form a cycle.
     """
     kind = type(x)
     if isinstance(x, np.generic):
@@ -124,7 +124,7 @@ def _parts(x: Any) -> Iterable[Any]:
 
 
 def _part_key(part: Any, depth: int) -> Hashable:
-    """The key of a part; of one that has none, which its owner's `__hash__` leaves out too, only the type."""
+    """The key of a part; for an unhashable part, which its owner's `__hash__` ignores too, only the type."""
     key = exact_key(part, depth)
     try:
         hash(key)

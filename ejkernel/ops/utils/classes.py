@@ -1,4 +1,4 @@
-"""Classes by name, without importing anything: the name comes from a file, and a file is data."""
+"""Classes by name, without importing anything: names come from files, which must not run code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 # Modules whose classes say nothing about what a field holds: `object`, `tuple`, `Enum`, `BaseModel`.
 _ANYBODYS = ("builtins", "typing", "collections.abc", "abc", "enum", "pydantic.main")
 
-# What this process wrote itself it may read back: classes made inside functions, which have no importable name, too.
+# Classes that this process wrote may be read back, also those made inside functions, which cannot be imported.
 _written: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
 def is_model(cls: Any) -> bool:
-    """Whether `cls` is a pydantic model, asked without importing pydantic."""
+    """Whether `cls` is a pydantic model, without importing pydantic."""
     return isinstance(cls, type) and hasattr(cls, "__pydantic_validator__") and hasattr(cls, "model_fields")
 
 
@@ -43,19 +43,19 @@ def name_of(cls: type) -> str:
 
 
 def remember(cls: type) -> str:
-    """Name of `cls`, which `find` answers from now on even if the class is local to a function."""
+    """Name of `cls`; from now on `find` finds it even if the class is local to a function."""
     name = name_of(cls)
     _written[name] = cls
     return name
 
 
 def find(name: str, candidates: tuple[type, ...] = ()) -> type | None:
-    """Record or Enum class called `name`: among `candidates`, in loaded modules, or the only candidate there is."""
+    """Record or Enum class called `name`: among `candidates`, in loaded modules, or the only candidate."""
     named = [c for c in candidates if name_of(c) == name]
     found = named[0] if named else _loaded(name) or _written.get(name)
     if found is not None and (not candidates or issubclass(found, candidates)):
         return found
-    # The class was renamed or moved since: whether it still is the same thing, its fields will tell.
+    # The class was renamed or moved; whether it is still the same is checked by its fields.
     return candidates[0] if len(candidates) == 1 else found
 
 
@@ -71,7 +71,7 @@ def is_named(cls: type, hint: Any) -> bool:
 
 
 def hints(cls: type) -> dict[str, Any]:
-    """Declared type of each field of a record; empty where annotations do not resolve."""
+    """Declared type of each field of a record; empty if annotations cannot be resolved."""
     try:
         return typing.get_type_hints(cls, include_extras=True)
     except (NameError, TypeError, AttributeError):
@@ -79,7 +79,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def _mentioned(hint: Any, within: tuple[Any, ...] = ()) -> Iterator[type]:
-    """Classes in a type hint, `within` others that an alias may lead back to."""
+    """Classes in a type hint; `within` holds the enclosing hints, because aliases may be recursive."""
     origin = typing.get_origin(hint)
     if isinstance(origin or hint, type):
         yield origin or hint

@@ -1,4 +1,4 @@
-"""Devices: what is known of hardware and JAX does not tell, from the makers' data sheets."""
+"""Devices: facts about hardware that JAX does not report, from the makers' data sheets."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """One kind of device; 0 is what nobody here has needed yet."""
+    """One kind of device; 0 means that the value was not needed yet."""
 
     sms: int = 0
     """Streaming multiprocessors."""
     block_bytes: int = 0
-    """Shared memory that one block may ask for."""
+    """The most shared memory of one block."""
     cache_bytes: int = 0
     """The last-level cache."""
     flops: float = 0.0
-    """Dense 16-bit operations a second."""
+    """Dense 16-bit operations per second."""
     bytes_per_s: float = 0.0
     """Of the main memory."""
 
 
 HOPPER = Device(sms=132, block_bytes=232_448, cache_bytes=50 << 20, flops=989e12, bytes_per_s=3.35e12)
-"""The H100 (SXM), and what all of its kin share."""
+"""The H100 (SXM); other Hopper GPUs start from its values."""
 
 DEVICES = {
     "H200": HOPPER._replace(cache_bytes=60 << 20, bytes_per_s=4.8e12),
@@ -36,14 +36,14 @@ DEVICES = {
     "TPU v5 lite": Device(flops=197e12, bytes_per_s=0.82e12),
     "TPU v6 lite": Device(flops=918e12, bytes_per_s=1.64e12),
 }
-"""By words of the device's name; of two that fit, the first."""
+"""By words of the device's name; if two fit, the first is used."""
 
 LEAST_BLOCK_BYTES = min(device.block_bytes for device in DEVICES.values() if device.block_bytes)
 """Shared memory that a block has on the smallest of these GPUs."""
 
 
 def find(name: str) -> Device:
-    """What is known of a device, by its `device_kind` or its fingerprint."""
+    """The facts about a device, by its `device_kind` or its fingerprint."""
     words = _words(name)
     return next((device for known, device in DEVICES.items() if _words(known) <= words), Device())
 

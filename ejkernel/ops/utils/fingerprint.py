@@ -37,12 +37,12 @@ def stable_json(value: Any) -> str:
     dumps = functools.partial(json.dumps, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     try:
         return dumps(value, default=_jsonable)
-    except (TypeError, ValueError):  # Keys that JSON does not have, or has no order of; nan and inf.
+    except (TypeError, ValueError):  # Keys that JSON does not have or cannot sort; nan and inf.
         return dumps(_plain(value))
 
 
 def _jsonable(value: Any) -> Any:
-    """What JSON has no word for; unlike in a call's key, floats count."""
+    """A JSON form of values that JSON does not have; unlike in a call's key, floats count."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {"object": qualified_name(type(value)), "fields": fields}
@@ -66,7 +66,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as what JSON has words for, whatever it holds."""
+    """`value` as plain JSON values, whatever it holds."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
     if value is None or isinstance(value, (str, int)):
@@ -117,7 +117,7 @@ def compute_capability(device: Device | None = None) -> tuple[int, int]:
 
 
 def multiprocessors(device: Device | None = None) -> int:
-    """How many blocks of work a device runs side by side: the SMs of a GPU, else 1."""
+    """How many blocks of work a device runs in parallel: the SMs of a GPU, else 1."""
     return int(getattr(device or current_device(), "core_count", 1) or 1)
 
 
@@ -125,7 +125,7 @@ _USUAL_SHARE = 0.75
 
 
 def _share() -> float:
-    """The share of a GPU's memory that this process lets JAX take."""
+    """The share of a GPU's memory that JAX may use in this process."""
     named = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     return float(named) if named else _USUAL_SHARE
 
@@ -141,7 +141,7 @@ def _fingerprint_of(device: Device) -> str:
     if cores := getattr(device, "core_count", None):
         parts.append(f"{cores}c")
     if memory := (device.memory_stats() or {}).get("bytes_limit"):
-        # What JAX takes of a card's memory by default, to a power of two: the settings of a process are not hardware.
+        # The memory that JAX uses by default, rounded to a power of two: it must not depend on settings of a process.
         usual = memory * _USUAL_SHARE / _share() if kind == "gpu" else memory
         parts.append(f"{2 ** round(np.log2(usual / 2**30))}g")
     return re.sub(r"[^a-z0-9.-]+", "_", "-".join(parts).lower())
@@ -168,7 +168,7 @@ def _vector_width() -> str:
 
 
 def abstractify(tree: Any) -> Any:
-    """`tree` with a ShapeDtypeStruct in place of every array: no tracer and no device memory stays alive in it."""
+    """`tree` with a ShapeDtypeStruct in place of every array: it keeps no tracer and no device memory alive."""
     return jax.tree.map(lambda x: _abstract(x) if is_array(x) else x, tree)
 
 
@@ -197,7 +197,7 @@ def signature(
     context: str | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """All that the key of a call stands for, readable and JSON-able."""
+    """Everything that the key of a call is a hash of, readable and JSON-able."""
     return {
         "op": op_id,
         "version": version,
@@ -238,7 +238,7 @@ def _aux(node: Any) -> Any:
 
 
 def describe_static(value: Any) -> Any:
-    """JSON-able description of a static value that no memory address, file path or line number enters."""
+    """JSON-able description of a static value, without memory addresses, file paths or line numbers."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, enum.Enum):
@@ -306,11 +306,11 @@ def _describe_sharding(x: Any) -> Any:
 
 
 def default_key_builder_with_sharding(call: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> str:
-    """The key of a call that holds how its arguments are sharded: of an invocation, or of `(kernel, args, kwargs)`.
+    """The key of a call that includes the shardings of its arguments: of an `inv`, or of `(kernel, args, kwargs)`.
 
-    A `key_builder` for kernels whose best config depends on that.
+    A `key_builder` for kernels whose best config depends on the shardings.
     """
-    inv: Any = next((x for x in (call, args) if hasattr(x, "abstract_args")), None)  # A kernel's method is given both.
+    inv: Any = next((x for x in (call, args) if hasattr(x, "abstract_args")), None)  # A kernel's method gets both.
     if inv is None:
         kernel: Any = call
         described = signature(kernel.op_id, kernel.version, args, kwargs or {})

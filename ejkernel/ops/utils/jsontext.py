@@ -1,4 +1,4 @@
-"""Reading JSON that somebody else wrote: bounded in size and depth before it is parsed."""
+"""Reading untrusted JSON: size and depth are checked before it is parsed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ejkernel.errors import EjkernelError
 
 MAX_DEPTH = 64
 
-# An unclosed string runs to the end of the text, so that the scan stays linear whatever the text holds.
+# An unclosed string runs to the end of the text, so that the scan takes linear time for any text.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 class JsonTextError(EjkernelError, ValueError):
-    """Text is not the JSON that was asked for, or is larger than it may be."""
+    """Text is not the expected JSON, or is too large."""
 
 
 def parse(text: str | bytes, *, max_bytes: int, max_depth: int = MAX_DEPTH) -> Any:

@@ -2,8 +2,8 @@
 
 A label is `<prefix>#<op>:<call key>`, in `json` mode followed by `:` and JSON that holds the operation, the key, the
 call's signature and the config in use. In a program's text everything that is not a letter, a digit, `_`, `.` or `-` is
-written as `~` and two hex digits a byte: XLA cuts names at `@`, slashes separate scopes, and quotes would be escaped
-differently in each text form. What is found there has its JSON in the clear.
+written as `~` and two hex digits per byte: XLA cuts names at `@`, slashes separate scopes, and quotes would be escaped
+differently in each text form. Labels that are found are returned with readable JSON.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class LabelError(EjkernelError, ValueError):
 
 
 class ProgramError(EjkernelError, TypeError):
-    """What was given is not a program."""
+    """The argument is not a program."""
 
 
 class Label(NamedTuple):
-    """The parts of a label; signature and config are JSON-able data, and None where it does not hold them."""
+    """The parts of a label; signature and config are JSON-able data, and None if it does not hold them."""
 
     prefix: str
     op_id: str
@@ -69,14 +69,14 @@ def format_label(inv: Any, prefix: str = DEFAULT_PREFIX, *, spec: bool = False, 
 
 
 def parse_label(text: str) -> Label:
-    """The parts of a label, its JSON in the clear or not."""
+    """The parts of a label, its JSON escaped or not."""
     match = LABEL_RE.fullmatch(text)
     if match is None:
         raise LabelError(f"label: {text!r} is not of the form <prefix>#<op>:<16 hex digits>.")
     spec = match["spec"]
     try:
         told = json.loads(_clear(spec)) if spec else {"signature": None}
-        if "signature" not in told:  # ejkernel 0.1 wrote the signature alone.
+        if "signature" not in told:  # ejkernel 0.1 wrote only the signature.
             told = {"signature": told}
         return Label(unescape(match["prefix"]), unescape(match["op"]), match["key"], told["signature"], told.get("cfg"))
     except (ValueError, TypeError) as error:
@@ -103,13 +103,13 @@ def label(name: str) -> Callable[[_F], _F]:
 
 
 def extract_labels_from_hlo_text(text: str) -> list[str]:
-    """The labels in a program's text, each once, in order of first appearance, what they hold of JSON readable."""
+    """The labels in a program's text, each once, in order of first appearance, with readable JSON."""
     found = dict.fromkeys(match[0] for match in LABEL_RE.finditer(text))
     return list(dict.fromkeys(_readable(label) for label in found if _is_label(label)))
 
 
 def _is_label(text: str) -> bool:
-    """Whether what looks like a label is one, and not a chance resemblance."""
+    """Whether text that looks like a label is one."""
     try:
         parse_label(text)
     except LabelError:
@@ -125,7 +125,7 @@ def _readable(text: str) -> str:
 def find_labels_in_lowered(lowered: Any) -> list[str]:
     """The labels of a `jax.stages.Lowered` or `Compiled`, each once, in order of first appearance.
 
-    Also of what holds one, such as `flax.nnx.jit(f).lower(...)`.
+    Also of an object that holds one, such as `flax.nnx.jit(f).lower(...)`.
 
     Raises:
       ProgramError: It is neither.

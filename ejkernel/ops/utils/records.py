@@ -1,4 +1,4 @@
-"""Records (dataclasses, NamedTuples, pydantic models) taken apart into fields and put together again."""
+"""Records (dataclasses, NamedTuples, pydantic models) converted to fields and back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def get(cfg: Any, path: str) -> Any:
 
 
 def build(cls: type, values: Mapping[str, Any], where: str, hints: Mapping[str, Any]) -> Any:
-    """Makes a `cls` of `values`, each held to its hint; a missing field takes its default.
+    """Makes a `cls` of `values`, each checked against its hint; a missing field gets its default.
 
     Raises:
       ConfigMismatchError: A field is unknown, missing without a default, of another type, or refused by the class.
@@ -91,7 +91,7 @@ def _construct(cls: Any, values: dict[str, Any]) -> Any:
 
 def _new_dataclass(cls: Any, values: Mapping[str, Any]) -> Any:
     fields = dataclasses.fields(cls)
-    # The constructor is the way in, because it validates; one with arguments that are not stored cannot be called.
+    # The constructor is used, because it validates; one with arguments that are not stored cannot be called.
     if cls.__dataclass_params__.init and not _init_only(cls):
         return cls(**{f.name: values[f.name] for f in fields if f.init and f.name in values})
     record = cls.__new__(cls)
@@ -120,7 +120,7 @@ def _input_name(cls: Any, name: str) -> str:
 
 
 def _fit(hint: Any, value: Any, where: str) -> Any:
-    """`value` as its declared type, through pydantic; unchanged where the type says nothing that can be checked."""
+    """`value` as its declared type, through pydantic; unchanged if the type cannot be checked."""
     if classes.is_record(hint):
         if isinstance(value, hint):
             return value
@@ -135,7 +135,7 @@ def _fit(hint: Any, value: Any, where: str) -> Any:
     except pydantic.ValidationError as e:
         reason = "; ".join(error["msg"] for error in e.errors(include_url=False))
         raise ConfigMismatchError(f"{where}: {value!r} is not a {hint}: {reason}.") from e
-    except TypeError:  # A hint that isinstance() cannot judge, such as a Protocol.
+    except TypeError:  # A hint that isinstance() cannot check, such as a Protocol.
         return value
     # An int in a float field stays the int that was stored.
     same_number = isinstance(value, int | float) and isinstance(fitted, int | float) and value == fitted
@@ -148,6 +148,6 @@ def _validator(hint: Any) -> Callable[[Any], Any] | None:
 
     try:
         adapter = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
-        return adapter.validator.validate_python  # Where a name in the hint is unknown, asking for it raises.
+        return adapter.validator.validate_python  # If a name in the hint is unknown, looking it up raises.
     except (pydantic.PydanticUserError, NameError, TypeError, AttributeError):
         return None

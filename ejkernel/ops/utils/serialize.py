@@ -34,9 +34,9 @@ def from_json(text: str | bytes, cfg_type: Any = None) -> Any:
 
 
 def cfg_id(cfg: Any) -> str:
-    """A config's name in files: 16 hex digits that tell apart what `canonical` does, the same in every process.
+    """A config's name in files: 16 hex digits, different where `canonical` is, the same in every process.
 
-    By its text where it is more than data.
+    Computed from its text if it holds more than data.
     """
     try:
         return short_hash(encode_cfg(cfg))
@@ -52,7 +52,7 @@ def encode_cfg(cfg: Any) -> dict[str, Any]:
     """
     data = {"type": classes.remember(type(cfg)), "value": _encode_value(cfg)}
     if not _reads_back(data, cfg):
-        # The object contradicts its own annotations (a str in an int field). It still has to come back as it is.
+        # The object contradicts its own annotations (a str in an int field). It must still be read back as it is.
         data["exact"] = True
         if not _reads_back(data, cfg):
             raise ConfigEncodeError(
@@ -65,7 +65,7 @@ def encode_cfg(cfg: Any) -> dict[str, Any]:
 def decode_cfg(data: Any, cfg_type: Any = None, *, named_only: bool = False) -> Any:
     """Config that `encode_cfg` wrote; see `from_json`.
 
-    With `named_only`, for data of strangers, no class is made but the config's and those that its fields name.
+    With `named_only`, for untrusted data, only the config's class and those that its fields name are created.
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("type"), str) or "value" not in data:
         raise ConfigMismatchError('config: must be {"type": "module:QualName", "value": ...}, got ' + repr(data)[:200])
@@ -88,7 +88,7 @@ def _decode_value(name: str, value: Any, cfg_type: Any, where: str, how: tagged.
     is_fields = isinstance(value, dict) and not any(key.startswith("$") for key in value)
     if not is_fields or name == "builtins:dict":
         return tagged.decode(value, cfg_type, where, how)
-    # Who asks for no class in particular gets the one that is stored; its fields decide about the rest.
+    # Without a requested class it is the stored one; its fields decide which others are allowed.
     asked = how if cfg_type is not None else tagged.CHECKED
     return tagged.decode_record(tagged.find_class(name, cfg_type, where, asked), value, where, how)
 

@@ -1,7 +1,7 @@
-"""Services: what lower rooms ask of higher ones, as functions that `ejkernel.ops.wiring` fills in.
+"""Services: functions of higher packages that lower ones need; `ejkernel.ops.wiring` fills them in.
 
-Imports point one way, from higher rooms to lower ones. Where a kernel must run itself, or a selector must measure, the
-function that does it stands here.
+Imports point one way, from higher packages to lower ones. If a kernel must run itself, or a selector must measure, it
+calls a function from here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Services:
-    """One function per question. They are there as soon as `ejkernel.ops` is imported."""
+    """One attribute per function. They are set as soon as `ejkernel.ops` is imported."""
 
     call: Callable[..., Any]
     """`call(kernel, *args, **kwargs)` runs a kernel through the default executor."""
@@ -22,9 +22,9 @@ class Services:
     record: Callable[[Any], None]
     """`record(inv)` writes a call into the record file."""
     make_tuner: Callable[[Any], Any]
-    """`make_tuner(tuner)` is what measures for a selector that was given `tuner`, or None."""
+    """`make_tuner(tuner)` is the tuner of a selector that was given `tuner`, or None."""
     share_tuner: Callable[..., Any]
-    """`share_tuner(tuner, kernel, policy, agreement, place, claim)`: what it becomes when all processes measure."""
+    """`share_tuner(tuner, kernel, policy, agreement, place, claim)`: the tuner to use when all processes measure."""
     prove: Callable[..., Any]
     """`prove(inv, kernel, cfg, store, now=)`: whether a config of another call may serve `inv`; `reason` says why not.
 

@@ -1,11 +1,11 @@
-"""Shapes: whether data that comes from a file is what it should be, and where it is not.
+"""Shapes: schemas for data from files, with errors that say what is wrong and where.
 
     {"op_id": str, "signature": (dict, None), "limit?": [str], ...: float}
 
 A shape is a type, a tuple of shapes of which one must fit, a `Literal`, a list of one shape for its items, a dataclass
-for its fields and no others, a function that says yes or no, or a dict for the fields of an object: `name?` may be
-absent, `...` stands for all values, and fields that are not listed may be there. By hand, because a store is read while
-a program starts: docs/design.md has the figures.
+for its fields and no others, a function that returns a bool, or a dict for the fields of an object: `name?` may be
+absent, `...` stands for all values, and fields that are not listed may be there. Written by hand, because a store is
+read while a program starts and pydantic is slow to load: docs/design.md has the figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ShapeFault(Exception):
 
 
 def wrong(data: Any, shape: Any, where: str = "") -> str | None:
-    """What of `data` is not as `shape` says: `cfg: must be a dict, got 3`; None if all is."""
+    """How `data` differs from `shape`: `cfg: must be a dict, got 3`; None if it fits."""
     try:
         _check(data, shape)
     except ShapeFault as fault:

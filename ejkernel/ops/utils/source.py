@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_FRAMEWORK = "ejkernel.ops."  # Its changes are told by the version of ejkernel.
+_FRAMEWORK = "ejkernel.ops."  # Its changes are visible in the version of ejkernel.
 
 _CURRENT = "2:"
-"""What hashes begin with. Those of the first definition begin with nothing, and did not see constants of modules."""
+"""What hashes begin with. Those of the first definition have no prefix, and do not cover constants of modules."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _Skip = tuple[str, ...]
@@ -37,9 +37,9 @@ def source_hash(item: Any, *, skip: _Skip = (), first: bool = False) -> str | No
 
     Covers its bases, and what they name of the same package: global functions and classes, constants of modules as they
     are written there, modules imported inside a function, and those that its `source_modules` names. Methods whose
-    names begin with one of `skip` are left out. Where there is no source (a class typed into a prompt) compiled code
-    counts, which differs between Python versions. None if there is not even that. `first` is the hash as it was first
-    defined, without constants.
+    names begin with one of `skip` are left out. Without source (a class typed into a prompt) the compiled code counts,
+    which differs between Python versions. None without either. `first` is the hash as it was first defined, without
+    constants.
     """
     cls = item if isinstance(item, type) else type(item)
     known, skip = _hashes.setdefault(cls, {}), (*skip, *_ONLY_WORDS)
@@ -53,7 +53,7 @@ def source_hash(item: Any, *, skip: _Skip = (), first: bool = False) -> str | No
 def is_source(item: Any, stored: str) -> bool:
     """Whether a hash that was stored is that of `item` now, by the definition that it was made with.
 
-    True where there is nothing to compare it with.
+    True if there is nothing to compare it with.
     """
     found = source_hash(item, first=not stored.startswith(_CURRENT))
     return found is None or found == stored
@@ -61,7 +61,7 @@ def is_source(item: Any, stored: str) -> bool:
 
 @dataclass(frozen=True)
 class _Constant:
-    """A global name that stands for neither function, class nor module."""
+    """A global name that is not a function, class or module."""
 
     module: str
     name: str
@@ -119,7 +119,7 @@ def _instructions(code: types.CodeType) -> str:
 def _constant(value: Any) -> str:
     if isinstance(value, types.CodeType):
         return _instructions(value)
-    # The order of a set differs from process to process.
+    # The order of a set differs between processes.
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
@@ -161,7 +161,7 @@ def _referred(item: Any, package: str, skip: _Skip) -> Iterator[Any]:
 
 
 def _reached(names: set[str], scope: Mapping[str, Any], package: str) -> Iterator[Any]:
-    """What `names` stand for in the globals of a module, and in modules that are named there."""
+    """The values of `names` in the globals of a module, and in modules that are named there."""
     for name in sorted(names & scope.keys()):
         value = scope[name]
         if isinstance(value, types.ModuleType):
@@ -189,12 +189,12 @@ def _ours(found: list[tuple[str, Any]], scope: Mapping[str, Any], package: str) 
 def _written(constant: _Constant) -> str | None:
     """How a module sets a name: its text, not its value, which may be a count or a cache that changes as it runs.
 
-    Where there is no text, the value if it is a plain one.
+    Without text, the value if it is a plain one.
     """
     tree = _tree(constant.module)
     nodes = [] if tree is None else _settings(tree, constant.name)
     if nodes:
-        # Where it is imported from is not told: moving it is no change.
+        # The module that it is imported from is left out: moving it is not a change.
         return ",".join(_shape(node) for node in nodes if not isinstance(node, ast.ImportFrom))
     plain = constant.value if isinstance(constant.value, tuple) else (constant.value,)
     return f"{constant.name}={constant.value!r}" if all(type(x) in _PLAIN for x in plain) else None
@@ -219,7 +219,7 @@ _NAMES = (ast.Name, ast.Attribute)
 
 
 def _settings(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """Statements of a module that set a name, or a part of what it stands for."""
+    """Statements of a module that set a name, or a part of its value."""
     return [node for node in _statements(tree.body) if name in _targets(node)]
 
 

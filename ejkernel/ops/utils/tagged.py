@@ -1,7 +1,7 @@
-"""Python values as JSON that says what JSON cannot: `{"$tuple": [1, 2]}`, `{"$dtype": "bfloat16"}`.
+"""Python values as JSON with tags for what JSON does not have: `{"$tuple": [1, 2]}`, `{"$dtype": "bfloat16"}`.
 
-Numbers, text, None, lists and dicts with text keys stand for themselves; everything else is an object whose first key
-is a tag. Whatever `encode` accepts, `decode` gives back equal and of the same classes.
+Numbers, text, None, lists and dicts with text keys are written as they are; everything else is an object whose first
+key is a tag. `decode` returns whatever `encode` accepted, equal and of the same classes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def encode_fields(record: Any, where: str) -> dict[str, Any]:
 
 
 class Reading(NamedTuple):
-    """How data is read: `check` holds fields to their hints, `named_only` makes no class that no hint names."""
+    """How data is read: `check` compares fields with their hints, `named_only` allows only classes in hints."""
 
     check: bool = True
     named_only: bool = False
@@ -169,14 +169,14 @@ def _dtype(data: Any, _: Any) -> Any:
     import ml_dtypes
 
     name = data["$dtype"]
-    if not name.isidentifier():  # Else a file could ask for numpy's structured dtypes.
+    if not name.isidentifier():  # Otherwise a file could request numpy's structured dtypes.
         raise ValueError(f"{name!r} is not the name of a dtype")
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _scalar(data: Any, inner: Any) -> Any:
     kind, value = _dtype({"$dtype": data["$scalar"]}, inner).type, inner(data["value"])
-    # Others take a number for a size: `np.void(2 * 10**9)` is two gigabytes.
+    # Others interpret a number as a size: `np.void(2 * 10**9)` is two gigabytes.
     is_numeric = issubclass(kind, np.number | np.bool_) or kind.__module__ == "ml_dtypes"
     if not is_numeric or not isinstance(value, bool | int | float | complex):
         raise ValueError(f"{value!r} is not a {data['$scalar']} number")

@@ -482,7 +482,7 @@ def test_config_of_a_class_that_was_defined_anew_is_not_served():
     np.testing.assert_array_equal(executor(first, X), 3 * X)
     second, _ = cell("n: int = 2; more: int = 0")
     np.testing.assert_array_equal(executor(second, X), 2 * X)
-    assert "Cfg was defined anew since" in str(executor.explain(second, X))
+    assert "Cfg was defined again since" in str(executor.explain(second, X))
 
 
 class Rows(NamedTuple):

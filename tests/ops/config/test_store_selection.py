@@ -189,12 +189,12 @@ class TestTransfer:
         executor, store = new(tmp_path)
         put(executor, store, Scale(4), jnp.ones((16, 4)), kernel=Tiled())
         put(executor, store, Scale(2), jnp.ones((1024, 4)), kernel=Tiled())
-        assert "proved at the first call" in str(executor.explain(Tiled(), X))
+        assert "to be checked at the first call" in str(executor.explain(Tiled(), X))
         assert executor.choose_config(Tiled(), X) == Scale(4)
         np.testing.assert_array_equal(executor(Tiled(), X), 2 * X)
         explanation = executor.explain(Tiled(), X)
         assert explanation.tier == "transferred"
-        assert "proved at the first call" not in str(explanation)
+        assert "to be checked at the first call" not in str(explanation)
         assert "args[0].shape: (16, 4) -> (8, 4)" in str(explanation)
         assert len(store) == 2
 

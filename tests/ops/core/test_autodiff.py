@@ -72,8 +72,8 @@ def test_gradient_takes_the_dtype_of_its_argument():
 @pytest.mark.parametrize(
     ("grads", "message"),
     [
-        (lambda ct: (ct[0],), "a tuple of 2 gradients, one a positional argument, got 1 of them"),
-        (lambda ct: ct[0], "a tuple of 2 gradients, one a positional argument, got a"),
+        (lambda ct: (ct[0],), "a tuple of 2 gradients, one per positional argument, got 1 of them"),
+        (lambda ct: ct[0], "a tuple of 2 gradients, one per positional argument, got a"),
         (lambda ct: (ct[0][:2], None), r"gradient of argument 0 has shape \(2,\), the argument has \(4,\)"),
         (lambda ct: (ct[0], {"a": ct[0]}), "gradient of argument 1 has structure"),
     ],

@@ -145,7 +145,7 @@ def test_kernel_that_no_worker_can_import_says_so():
 def test_kernel_that_cannot_be_sent_says_so_and_blames_no_candidate(tmp_path):
     kernel, store = Doubling(), PersistentCache(tmp_path / "store")
     kernel.unsendable = lambda: None
-    with pytest.raises(IsolatedBenchError, match=r"cannot be tuned in a process of its own.* must be picklable"):
+    with pytest.raises(IsolatedBenchError, match=r"cannot be tuned in a separate process.* must be picklable"):
         isolated().tune(call(kernel, X), kernel, store=store)
     assert store.read_trials(call(kernel, X).key) == []
 

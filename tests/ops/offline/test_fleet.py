@@ -116,7 +116,7 @@ def test_worker_of_another_device_gives_a_result_of_that_device(monkeypatch):
 def test_budget_that_is_over_too_soon_is_named_without_repeating_the_call():
     with Counting() as executor:
         (finished,) = fleet.tune_specs(recorded(1), executor, {**SETTINGS, "budget_s": 0.0})
-    assert finished.error.startswith("stopped before anything was measured: its budget of 0 s was over")
+    assert finished.error.startswith("stopped before anything was measured: its budget of 0 s was used up")
 
 
 def make_executor():

@@ -323,7 +323,7 @@ def test_candidates_that_are_all_out_are_told_in_the_log(caplog):
     selector = ConfigSelectorChain(tuner=Autotuner(progress=False))
     lowered = jax.jit(lambda x: Executor(selector)(Plain("wrong"), x, x)).lower(X)
     assert len(autotune_lowered(selector, lowered)) == 1
-    assert "the guess Scale(factor=1) stays because all other candidates are out (1)" in caplog.text
+    assert "the guess Scale(factor=1) stays because all other candidates failed or are wrong (1)" in caplog.text
 
 
 def test_budget_that_ends_before_anything_is_measured_is_not_a_result(setting):

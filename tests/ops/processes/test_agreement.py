@@ -167,7 +167,7 @@ def test_slow_process_follows_the_guess_that_the_others_took(tmp_path):
     """
     found = processes.told(processes.start(script, 2, tmp_path))
     assert [each["got"] for each in found] == [[1], [1]]
-    assert sorted(len(each["told"]) for each in found) == [0, 1], "who waited in vain says so"
+    assert sorted(len(each["told"]) for each in found) == [0, 1], "the process whose wait was over says so"
 
 
 def test_frozen_serves_what_anybody_has_stored_and_never_guesses(tmp_path):

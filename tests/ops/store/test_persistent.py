@@ -328,7 +328,7 @@ def test_without_a_home_it_goes_on_in_memory(monkeypatch):
     monkeypatch.setattr(Path, "expanduser", homeless)
     cache = PersistentCache(packs=())
     assert cache.get(*KEY) is None
-    with pytest.warns(StoreWarning, match="goes on in memory"):
+    with pytest.warns(StoreWarning, match="continues in memory"):
         cache.put(*KEY, Config(1))
     assert cache.get(*KEY, cfg_type=Config) == Config(1)
 

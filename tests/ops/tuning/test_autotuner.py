@@ -331,7 +331,7 @@ def test_forward_is_tuned_where_nobody_knows_the_right_gradient(base):
     assert QUIET.tune(call(base(), X), base()).cfg == Work(FAST)
 
 
-def test_heirs_are_not_heard_when_the_time_is_over():
+def test_others_with_the_same_program_are_not_tried_when_the_time_is_over():
     proved = []
 
     class Slow(WithCustomVjp):
@@ -370,7 +370,7 @@ def test_interrupted_tuning_replaces_what_may_not_serve(store, stale):
     assert renewed.provenance["jax"] == jax.__version__
 
 
-def test_configs_with_the_forward_of_one_whose_gradient_is_wrong_are_heard():
+def test_configs_with_the_forward_of_one_whose_gradient_is_wrong_are_tried():
     class Tiled(WithCustomVjp):
         def custom_vjp(self, primals, cfg, kwargs, cotangents):
             if cfg.loops == FAST and cfg.tag != 3:
@@ -763,7 +763,7 @@ def test_caller_is_told_that_all_other_candidates_failed_once_and_where(store):
         assert autotune(kernel, X, selector=ConfigSelectorChain(), tuner=QUIET) == Work(MIDDLE)
     (text,) = (str(w.message) for w in told)
     first, failed, wrong = text.splitlines()
-    assert "stays because all other candidates are out (7)" in first
+    assert "stays because all other candidates failed or are wrong (7)" in first
     assert re.search(
         r"6 failed, such as Work\(loops=2, .*ZeroDivisionError: division by zero \(.*tuning_kernels\.py:\d+\)", failed
     )
@@ -773,7 +773,7 @@ def test_caller_is_told_that_all_other_candidates_failed_once_and_where(store):
 @pytest.mark.parametrize("fault", ["wrong", "raise"])
 def test_caller_is_told_that_the_guess_itself_is_out(fault, caplog):
     kernel = kernel_with(Work(FAST), Work(SLOW), guess=Work(MIDDLE, fault), base=Referenced)
-    match = rf"the guess Work\(loops={MIDDLE}, .*(is wrong|failed), and goes on serving.*\n.*tuning_kernels\.py:\d+\)"
+    match = rf"the guess Work\(loops={MIDDLE}, .*(is wrong|failed), and still serves.*\n.*tuning_kernels\.py:\d+\)"
     with pytest.warns(TuningWarning, match=match):
         assert autotune(kernel, X, selector=ConfigSelectorChain(), tuner=QUIET) == Work(FAST)
     Executor(ConfigSelectorChain(autotune=True, tuner=QUIET))(kernel, X)

@@ -69,7 +69,7 @@ def test_a_cpu_waits_for_each_call_because_it_would_run_them_side_by_side():
 
 
 class FakeExtension:
-    """A CUPTI that launches one kernel of 50 microseconds a call."""
+    """A CUPTI that launches one kernel of 50 microseconds per call."""
 
     def __init__(self, busy=False):
         self.busy, self.listening, self.calls = busy, False, 0

@@ -1,4 +1,4 @@
-"""Search: which configs of a space get measured. One strategy a file."""
+"""Search: which configs of a space get measured. One strategy per file."""
 
 import itertools
 from collections.abc import Sequence

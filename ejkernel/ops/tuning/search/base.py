@@ -16,7 +16,7 @@ class Trial(Generic[Cfg]):
 
 
 class Strategy(Protocol[Cfg]):
-    """Proposes what to measure next, from what was measured so far alone: replaying the trials resumes a search."""
+    """Proposes what to measure next, only from the trials so far: replaying the trials resumes a search."""
 
     def propose(self, trials: Sequence[Trial[Cfg]]) -> list[Cfg]:
         """Returns a batch of configs that were not tried yet; an empty one ends the search."""

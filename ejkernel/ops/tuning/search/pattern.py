@@ -1,8 +1,9 @@
-"""Pattern search: walk downhill from good guesses, for spaces too large to try.
+"""Pattern search: step to better neighbours of good configs, for spaces that are too large to try completely.
 
-The first batch holds the seeds (the heuristic, winners of similar shapes), their neighbours and a random spread. Each
+The first batch holds the seeds (the heuristic, winners of similar shapes), their neighbours and a random sample. Each
 further batch holds the untried neighbours of the best few so far. When those are used up without a gain, neighbours
-that differ on two axes are tried before giving up, because block sizes trade against each other.
+that differ on two axes are tried before giving up, because a larger block on one axis often needs a smaller one on
+another.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -23,9 +24,9 @@ class Pattern(Generic[Cfg]):
     Args:
       space: Where to look.
       seeds: Configs to start from, in the space or not; they are always tried.
-      seed: Of the random spread.
+      seed: For the random sample.
       batch: The most configs to propose at once.
-      leaders: How many of the best are walked from at the same time.
+      leaders: How many of the best configs are starting points at the same time.
       max_trials: How many configs to try in all.
     """
 
@@ -55,7 +56,7 @@ class Pattern(Generic[Cfg]):
         yield from self.seeds
         near = [self.space.around(cfg) for cfg in self.seeds]
         spread = self.space.sample(np.random.default_rng(self.seed), self.batch)
-        # Half near the seeds, half anywhere: the guess may sit in the wrong valley.
+        # Half near the seeds, half anywhere: the guess may be near a poor local optimum.
         yield from _in_turn([_in_turn(near), spread])
 
     def _downhill(self, trials: Sequence[Trial[Cfg]], tried: Container[object]) -> Iterable[Cfg]:

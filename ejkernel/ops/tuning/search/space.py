@@ -1,4 +1,4 @@
-"""Space: the configs that a kernel may take, and which of them lie next to each other.
+"""Space: the configs that a kernel may take, and which of them are neighbours.
 
 A kernel describes its space in whichever form is shortest:
 
@@ -36,7 +36,7 @@ class SpaceError(EjkernelError):
 
 
 class Space(Generic[Cfg]):
-    """Configs at points of a grid; not every point need hold one."""
+    """Configs at points of a grid; some points may have none."""
 
     def __init__(self, axes: Mapping[str, Sequence[Any]], at: Callable[[Point], Cfg | None]) -> None:
         self.axes = {name: tuple(values) for name, values in axes.items()}
@@ -143,7 +143,7 @@ def _listed(configs: Iterable[Any]) -> Space[Any]:
         logger.warning("config_space: only the first %d configs are tuned; use axes for more.", MAX_LISTED)
         members = members[:MAX_LISTED]
     axes = _axes_of(members)
-    if axes is None:  # Nothing to compare them by: one axis of unrelated values.
+    if axes is None:  # They cannot be compared: one axis of unrelated values.
         return Space({"": tuple(members)}, lambda point: members[point[0]])
     space: Space[Any] = Space(axes, lambda point: table.get(point))
     table: dict[Point, Any] = {}

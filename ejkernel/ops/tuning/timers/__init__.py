@@ -30,7 +30,8 @@ def choose(device: Device | None = None, *, exclusive: bool = False, skip: Colle
 
     Args:
       device: The first local one by default.
-      exclusive: Whether this process only measures, so that nobody else profiles in it, before or after: allows CUPTI.
+      exclusive: Whether this process only measures, so that no other code profiles in it, before or after: allows
+        CUPTI.
       skip: Names of timers to leave out.
     """
     device = device or jax.local_devices()[0]
@@ -53,7 +54,7 @@ def available(device: Device, *, exclusive: bool = False) -> list[Timer]:
     if device.platform == "cpu":
         return [wall]
     if exclusive and _compat.cupti() is not None:
-        # Not Xplane as well: the one ends the process after the other.
+        # Not Xplane as well: with JAX 0.11.2, CUPTI after a profiler trace ends the process (see `cupti.py`).
         return [Cupti(), wall]
     return [Xplane(), wall]
 

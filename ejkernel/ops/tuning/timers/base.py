@@ -19,7 +19,7 @@ class Timer(Protocol):
     """Anything that can say how long calls take."""
 
     name: ClassVar[str]
-    device_time: ClassVar[bool]  # Whether dispatch and the host are left out of the times.
+    device_time: ClassVar[bool]  # Whether times exclude dispatch and the host.
 
     def measure(self, calls: Sequence[Call]) -> list[float]:
         """Runs the calls in this order, and returns one sample each: the seconds that one execution takes.

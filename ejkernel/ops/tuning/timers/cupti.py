@@ -1,9 +1,9 @@
-"""CUPTI: kernel times from NVIDIA's own profiling interface, for processes that do nothing but measure.
+"""CUPTI: kernel times from NVIDIA's own profiling interface, for processes that only measure.
 
-Only one subscriber may listen: beside a running profiler it cannot be used, which is an ordinary error. But after a
-JAX profiler trace that has seen kernels, however long ago, listening again ends the whole process ("activity records
-were dropped", an abort inside the extension of JAX 0.11.2 on an H200, finalized or not). Nobody can tell from outside
-whether there was such a trace, so this timer is no choice for a process that belongs to somebody else.
+CUPTI allows one subscriber: it cannot be used beside a running profiler, which is an ordinary error. But after a JAX
+profiler trace that has recorded kernels, however long ago, subscribing again ends the whole process ("activity records
+were dropped", an abort inside the extension of JAX 0.11.2 on an H200, finalized or not). It is not possible to find out
+whether there was such a trace, so this timer is not used in a user's process.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ejkernel.ops.tuning.timers.base import Call, TimerError, profiling, repeat
 
 
 class Cupti:
-    """The sum of the kernels' times. Only one subscriber may listen, so beside a running profiler it does not work."""
+    """The sum of the kernels' times. CUPTI allows one subscriber, so it does not work beside a running profiler."""
 
     name: ClassVar[str] = "cupti"
     device_time: ClassVar[bool] = True
@@ -40,7 +40,7 @@ def _kernel_seconds(extension: Any, call: Call, n: int) -> float:
     try:
         jax.block_until_ready([call() for _ in range(n)])
     finally:
-        # Not finalized: detaching CUPTI from the process costs 17 ms a sample.
+        # Not finalized: detaching CUPTI from the process costs 17 ms per sample.
         kernels = extension._cupti_get_timings(False)
     if not kernels:
         raise TimerError("cupti: the call launched no kernel, so it has no device time.")

@@ -1,4 +1,4 @@
-"""Rotation: calls that find the cache cold, because every call has its own copy of the inputs."""
+"""Rotation: calls with a cold cache, because every call has its own copy of the inputs."""
 
 import itertools
 import logging
@@ -28,7 +28,7 @@ def cold(
     *,
     cache_bytes: int | None = None,
 ) -> Callable[[], Any]:
-    """Returns a call of `fn` that takes other copies of its arrays each time, together three times the cache.
+    """Returns a call of `fn` that uses other copies of its arrays each time, together three times the cache.
 
     The copies are made here, once. Inputs so small that 64 copies do not fill the cache stay warm, with a log line.
     """

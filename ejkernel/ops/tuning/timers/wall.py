@@ -1,4 +1,4 @@
-"""Wall clock: what the host sees, dispatch included."""
+"""Wall clock: the host's time, dispatch included."""
 
 import math
 import time
@@ -10,21 +10,21 @@ import jax
 from ejkernel.ops.tuning.timers.base import Call, repeat
 
 _LONG_S = 4e-3
-"""A scheduler's time slice: longer calls share their core anyway, and one is a sample."""
+"""A scheduler's time slice: longer calls share their core anyway, so one call is a sample."""
 
 _LOST_S = 0.2
-"""A process loses its core for less: the scheduler's slices are short, and quotas of containers count per 0.1 s."""
+"""A process loses its core for a shorter time: time slices are short, and quotas of containers count per 0.1 s."""
 
 
 class WallClock:
     """The host's clock around enough calls for a millisecond.
 
-    Accelerators run calls one after the other, so there is one wait at the end of the sample. A CPU would run them side
-    by side and be slower for it (ten small SVDs: 0.3 s when waiting for each, 3.2 s at once), so it waits for each.
-    Then each call has a time of its own, and the sample is their lower quartile: on a busy host the others have waited
-    for a core. At loads of 4 to 9 on 2 cores, tunings of candidates 10 % apart were right 150 times of 160 this way,
-    and 7 times of 13 by the mean. A call that seems long is called again, since the scheduler may have taken the core
-    away from a short one: at a load of 6 that made 4 tunings of 150 throw their fastest candidate out.
+    Accelerators run calls one after the other, so there is one wait at the end of the sample. A CPU would run them in
+    parallel and be slower (ten small SVDs: 0.3 s when waiting for each, 3.2 s at once), so it waits for each. Then each
+    call has its own time, and the sample is the lower quartile: on a busy host, slower calls have waited for a core. At
+    loads of 4 to 9 on 2 cores, tunings of candidates 10 % apart were right 150 times of 160 this way, and 7 times of 13
+    by the mean. A call that seems long is called again, because the scheduler may have interrupted a short one: at a
+    load of 6, this made 4 tunings of 150 drop their fastest candidate.
     """
 
     name: ClassVar[str] = "wall"

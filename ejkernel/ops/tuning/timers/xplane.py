@@ -1,7 +1,7 @@
-"""Xplane: device times out of JAX's own profiler, for every device that has one.
+"""Xplane: device times from JAX's own profiler, for every device that has one.
 
 Each call of a trace is wrapped in an annotation and waited for, so what a device did between two annotations belongs to
-the call before. Where one device's work overlaps it counts once, and the slowest device counts.
+the call before. Overlapping work of one device counts once, and the slowest device counts.
 """
 
 import bisect
@@ -22,10 +22,10 @@ _DEVICE = re.compile(r"/device:(GPU|TPU|CUSTOM)\b")
 
 
 class Xplane:
-    """One profiler trace for a whole round of calls; nothing else in the process may be tracing meanwhile.
+    """One profiler trace for a whole round of calls; nothing else in the process may trace at the same time.
 
     Calls shorter than `sample_s` are traced again, often enough to fill it: a single launch of a few microseconds
-    scatters by a per cent, the mean of many does not.
+    varies by one per cent, the mean of many does not.
     """
 
     name: ClassVar[str] = "xplane"
@@ -80,7 +80,7 @@ def device_seconds(profile: Any, calls: int) -> list[float]:
     )
     if len(marks) != calls:
         raise TimerError(f"xplane: {calls} calls left {len(marks)} annotations in the trace.")
-    # Between two calls lies the cut: half-way, so that clocks of host and device may differ a little.
+    # The cut is half-way between two calls, so that clocks of host and device may differ a little.
     cuts = [(end + start) / 2 for (_, end), (start, _) in itertools.pairwise(marks)]
     devices = [_busy(plane, cuts) for plane in profile.planes if _DEVICE.match(plane.name)]
     seconds = [max(times, default=0.0) for times in zip(*devices, strict=True)] if devices else []
@@ -90,7 +90,7 @@ def device_seconds(profile: Any, calls: int) -> list[float]:
 
 
 def _busy(plane: Any, cuts: list[float]) -> list[float]:
-    """Returns how long a device was busy in each of the stretches between the cuts."""
+    """Returns how long a device was busy in each of the intervals between the cuts."""
     spans: list[list[tuple[float, float]]] = [[] for _ in range(len(cuts) + 1)]
     for line in _work(plane):
         for event in line.events:

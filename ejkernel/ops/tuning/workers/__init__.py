@@ -1,4 +1,4 @@
-"""Workers: places to run what must not touch, or must not harm, the caller."""
+"""Workers: run code separately from the caller's trace, or from its process."""
 
 from ejkernel.ops.tuning.workers.process import JobCrashed as JobCrashed
 from ejkernel.ops.tuning.workers.process import JobError as JobError

@@ -36,10 +36,10 @@ def answer(job: bytes) -> bytes:
 
 
 def die_with(parent: int) -> None:
-    """Asks Linux to kill this process when its parent goes; elsewhere the closed connection ends it after its job."""
+    """Asks Linux to kill this process when its parent ends; elsewhere the closed connection ends it after its job."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # It went before we asked.
+    if os.getppid() != parent:  # The parent ended before the request.
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Process: a killable worker for jobs that may crash, hang or eat all memory.
+"""Process: a worker that can be killed, for jobs that may crash, hang or use too much memory.
 
 A job is a function that can be imported by name, with arguments that can be pickled. The worker keeps its state between
 jobs, so one job may compile what the next one runs, each under its own limit. A job that breaks a limit is killed with
@@ -25,8 +25,8 @@ from ejkernel.errors import EjkernelError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-# One thread for the life of the process starts all workers: on Linux a child is told of the death of the *thread* that
-# started it, and the caller's may end long before the worker is done with.
+# One thread for the life of the process starts all workers: on Linux a child gets a signal at the end of the *thread*
+# that started it, and the caller's thread may end long before the worker does.
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="ejkernel-spawner")
 
 
@@ -65,11 +65,11 @@ class JobCrashed(JobError):
 
 
 class ProcessWorker:
-    """A process that runs one job at a time. Starts at the first job; a context manager that ends with it.
+    """A process that runs one job at a time. It starts at the first job. As a context manager it ends with the block.
 
     Args:
-      memory_bytes: The most resident memory that the worker and what it starts may hold; None is three quarters of what
-        is available at the start.
+      memory_bytes: The most resident memory that the worker and its child processes may use; None is three quarters of
+        what is available at the start.
       start_s: How long starting may take.
       env: Added to the environment. By default the worker does not reserve device memory.
     """
@@ -131,7 +131,7 @@ class ProcessWorker:
             stdout=self._log,
             stderr=self._log,
             pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Its own group, to be killed as one, and out of reach of the terminal's Ctrl-C.
+            start_new_session=True,  # A separate process group, killed as one; the terminal's Ctrl-C does not reach it.
             # The caller's import path, since jobs are found by name.
             env={**os.environ, **self.env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         ).result()
@@ -147,7 +147,7 @@ class ProcessWorker:
             kind, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise JobCrashed(f"{name}: the worker died{self._last_words()}.") from error
-        except BaseException:  # A limit, or the caller's Ctrl-C: whatever the worker is doing, nobody waits for it.
+        except BaseException:  # A limit, or the caller's Ctrl-C: the worker is killed, whatever it is doing.
             self.close()
             raise
         if kind == "ok":
@@ -160,7 +160,7 @@ class ProcessWorker:
         deadline = time.monotonic() + limit_s
         while not self._connection.poll(_POLL_S):
             assert self._process is not None
-            if self._process.poll() is not None:  # Something it started may still hold the connection open.
+            if self._process.poll() is not None:  # A child process may still hold the connection open.
                 raise EOFError
             if time.monotonic() > deadline:
                 raise JobTimedOut(f"{name}: killed after its limit of {limit_s:g} s.")
@@ -169,7 +169,7 @@ class ProcessWorker:
                 raise JobOutOfMemory(f"{name}: killed at {held >> 20} MiB, the limit is {self._limit >> 20} MiB.")
 
     def _last_words(self) -> str:
-        """Returns how the worker died and the end of what it printed, and clears it away."""
+        """Returns how the worker died and the end of its output, and removes its files."""
         assert self._process is not None
         assert self._log is not None
         try:
@@ -185,14 +185,14 @@ class ProcessWorker:
 
 
 def resident_bytes(pid: int | None) -> int:
-    """Returns the memory that a process and its descendants hold; zero where the system does not tell."""
+    """Returns the memory that a process and its descendants hold; zero if the system does not say."""
     if pid is None:
         return 0
     root = Path(f"/proc/{pid}")
     try:
         pages = int((root / "statm").read_text().split()[1])
         children = (root / "task" / str(pid) / "children").read_text().split()
-    except (OSError, IndexError):  # Ended meanwhile, or no Linux.
+    except (OSError, IndexError):  # The process has ended, or this is not Linux.
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(child)) for child in children)
 
@@ -214,7 +214,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def available_bytes() -> int:
-    """Memory of the host that nobody needs now; endless where the system does not tell."""
+    """Available memory of the host; infinite if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,9 @@
-"""Thread: a way out of whatever the caller is tracing.
+"""Thread: runs code outside whatever the caller is tracing.
 
 JAX keeps traces, meshes and axis names per thread. In a new one none of them exists, so code runs as if called at top
 level, from inside jit, vmap, grad, scan, remat, custom_vjp, shard_map and pmap alike. Options set with `with` are per
-thread too; they are captured and entered again, or a candidate would be compiled for another dtype or precision.
+thread too; they are captured and entered again, because otherwise a candidate would be compiled for another dtype or
+precision.
 """
 
 import contextlib
@@ -24,10 +25,10 @@ def run_outside(
     contexts: Iterable[AbstractContextManager[object]] = (),
     on_interrupt: Callable[[], None] | None = None,
 ) -> T:
-    """Returns `fn()`, run in a thread of its own with the JAX options of this one but none of its traces.
+    """Returns `fn()`, run in a separate thread with the JAX options of this one but none of its traces.
 
     Args:
-      fn: What to run. Tracers that it captured are unusable in there, as they should be.
+      fn: What to run. Tracers that it captured cannot be used there.
       contexts: Further contexts to enter, such as JAX user contexts, which cannot be found from outside.
       on_interrupt: Called at the first Ctrl-C, to make `fn` return soon; a second one is raised at once.
     """
