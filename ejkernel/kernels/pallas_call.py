@@ -1,4 +1,4 @@
-"""`pl.pallas_call` for calls inside of `jax.shard_map` too."""
+"""`pl.pallas_call` for calls inside `jax.shard_map` too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = jax.Array
 
 
 def pallas_call(kernel: Callable[..., None], out_shape: Any, **options: Any) -> Callable[..., Any]:
-    """`pl.pallas_call` that can also be called inside of `jax.shard_map`: results vary like the arguments."""
+    """`pl.pallas_call` that can also be called inside `jax.shard_map`: results vary like the arguments."""
 
     def run(*arrays: Array) -> Any:
         axes = axes_of(arrays)

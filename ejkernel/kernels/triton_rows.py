@@ -1,7 +1,7 @@
 """Operations on rows, in Pallas' Triton dialect: what norms, softmaxes and gates share.
 
 An array is a table whose rows are its last axis. A program works on blocks of whole rows, one or a few at a time.
-Columns are filled up to a power of two, and what lies outside of the array is masked.
+Columns are filled up to a power of two, and what lies outside the array is masked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def table(x: Any) -> tuple[int, int]:
 
 
 class Block:
-    """The rows of one step of a program; what lies outside of the array is masked."""
+    """The rows of one step of a program; what lies outside the array is masked."""
 
     def __init__(self, step: Any, rows: int, shape: tuple[int, int]) -> None:
         row, column = step * rows + jnp.arange(rows), jnp.arange(pl.next_power_of_2(shape[1]))

@@ -310,6 +310,10 @@ def grouped_matmul(
     """
     lhs, rhs, group_sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
     _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) else None)
+    if isinstance(group_offset, (int, np.integer)) and not 0 <= group_offset <= np.size(group_sizes):
+        raise GroupedMatmulArgumentError(
+            f"group_offset must be from 0 to {np.size(group_sizes)}, the number of groups, got {group_offset}."
+        )
     # Only arguments that differ from their default: the lookup of an eager call is faster with few arguments.
     kwargs: dict[str, Any] = {"transpose_rhs": True} if transpose_rhs else {}
     if precision is not None:

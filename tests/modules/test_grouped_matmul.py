@@ -250,6 +250,7 @@ def test_impossible_sizes_inside_of_a_program_are_cut():
         ({"group_sizes": SIZES.astype(float)}, "must be integers"),
         ({"group_sizes": [30, 20, 40]}, "add up to 40 rows at most, got a least size of 20 and a sum of 90"),
         ({"group_sizes": np.array([3, -1, 4])}, "a least size of -1"),
+        ({"group_offset": -1}, "group_offset must be from 0 to 3"),
         ({"group_offset": 1.5}, "group_offset must be one integer"),
         ({"group_offset": jnp.arange(2)}, "group_offset must be one integer"),
         ({"existing_out": jnp.zeros((40, 8))}, r"existing_out must be float32\[40, 16\]"),
