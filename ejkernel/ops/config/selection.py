@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -96,7 +97,8 @@ class _Flights:
     """One lock a key, so that threads that miss the same call measure it once."""
 
     def __init__(self) -> None:
-        self._locks: dict[Any, threading.RLock] = {}
+        # Weak: a lock that nobody holds or waits for may go.
+        self._locks: weakref.WeakValueDictionary[Any, threading.RLock] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
     def of(self, key: Any) -> threading.RLock:

@@ -24,7 +24,6 @@ PROGRAMS = "_ejkernel_programs"
 """Attribute of a kernel instance under which executors keep its compiled programs."""
 
 
-
 class Links(dict[Any, Any]):
     """Where executors find the programs of a kernel; `latest()` is the one of the latest eager call."""
 

@@ -306,13 +306,16 @@ class Executor:
 
     def _program_of(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Program:
         """What runs a call; found by the config itself where that is possible."""
+        _check_kernel(kernel)
+        # First of all: if it is changed by another thread meanwhile, these links are no longer its own.
+        links = kernel.__dict__.setdefault(PROGRAMS, Links())
         final = _trace_state.value is _EAGER
         # Inside of a jitted call batches cannot be seen, and once it is differentiated it is too late to choose.
         if not final and (batches := _differentiated_batches(kernel, args, kwargs)):
             return self._program(kernel, cfg, batches)
         try:
-            program = kernel._ejkernel_programs[self._key]()[cfg, final]
-        except (KeyError, TypeError, AttributeError):
+            program = links[self._key]()[cfg, final]
+        except (KeyError, TypeError):
             program = None
         if program is None or program.cfg is not cfg:
             program = self._program(kernel, cfg, final=final)
@@ -321,7 +324,7 @@ class Executor:
             program.cfg = cfg
             self._table(kernel)[cfg, final] = program
         if final:
-            kernel._ejkernel_programs.latest = weakref.ref(program)
+            links.latest = weakref.ref(program)
         return program
 
     def _program(
@@ -352,8 +355,8 @@ class Executor:
 
     def _table(self, kernel: Kernel[Any, Any]) -> _Table:
         """Where the programs of a kernel are; interchangeable instances share it."""
-        state = kernel.state()
         links = kernel.__dict__.setdefault(PROGRAMS, Links())
+        state = kernel.state()
         if state is None:
             # The token goes with the links when an attribute is assigned, and the table with the token.
             token = links.setdefault(_Token, _Token())

@@ -28,6 +28,9 @@ Use = Callable[[Any, Any, Kwargs], Any]
 MAX_VARIANTS = 4096
 """A static value that changes at every call must not fill the memory; JAX's own caches have this size too."""
 
+MAX_TRACES = 4096
+"""How many traces of a program are kept: JAX keeps those of a jitted function for as long as there is the function."""
+
 _SCALARS = frozenset({bool, int, float, complex, str, type, FunctionType, BuiltinFunctionType})
 _BY_NAME = _SCALARS - {complex}
 """Equal values of one of these types are the same, except for zeros and nan among floats."""
@@ -53,7 +56,7 @@ class Program:
 
     __slots__ = (
         *("__weakref__", "_before", "_bound", "_jit", "_name", "_named", "_scalars", "_split", "_static_names"),
-        *("_trace", "call", "cfg", "owner", "repeat", "ways"),
+        *("_trace", "_traces", "call", "cfg", "owner", "repeat", "ways"),
     )
 
     def __init__(
@@ -69,6 +72,7 @@ class Program:
         self._name, self._jit = kernel.op_id, runs_as_operation(kernel)
         self.cfg, self.owner = cfg, owner
         self._trace = trace
+        self._traces = 0
         self._before = before
         self._static_names: dict[tuple[str, ...], frozenset[str]] = {}
         self._named: dict[frozenset[str], Any] = {}
@@ -107,7 +111,7 @@ class Program:
         return self._call_bound(*args, **kwargs)
 
     def _is_about_statics(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
-        static = self._static_names.get(tuple(kwargs), frozenset())
+        static = self._static_names.get(tuple(kwargs)) or {name for name, x in kwargs.items() if type(x) in _BY_NAME}
         if isinstance(error, ValueError) and not isinstance(error, StaticFound):
             # What JAX says of an array that is given where a static value was.
             return any(arguments.is_array(x) for name in static for x in jax.tree.leaves(kwargs[name]))
@@ -161,6 +165,7 @@ class Program:
                 raise StaticFound
             if not all(_is_known_by_value(x) for name, x in ejkernel_kwargs.items() if name in named):
                 raise StaticFound
+            self._count_trace()
             merged = list(ejkernel_args)
             for index, value in static_args:
                 merged[index] = value
@@ -197,7 +202,7 @@ class Program:
                     raise
                 self._bound[key] = None
             else:
-                if all(map(_is_known_by_value, kwargs.values())) and len(key) == len(kwargs):
+                if kwargs and len(key) == len(kwargs) and all(map(_is_known_by_value, kwargs.values())):
                     kinds = map(type, kwargs.values())
                     bounded(self._scalars, (*kwargs, *kwargs.values(), *kinds), variant)
                 return out
@@ -239,7 +244,18 @@ class Program:
         return found
 
     def _call_merged(self, statics: arguments.Statics, arrays: list[Any]) -> Any:
+        self._count_trace()
         return self._trace(*arguments.merge(arrays, statics))
+
+    def _count_trace(self) -> None:
+        """Starts anew when there are too many traces: what is still in use is traced again."""
+        self._traces += 1
+        if self._traces > MAX_TRACES:
+            self._traces = 0
+            for table in (self._static_names, self._named, self._scalars, self._bound, self._split, self.ways):
+                table.clear()
+            self.call = self._new_way({})
+            self.repeat = ({}, self.call)
 
 
 def _all_by_name(kwargs: Kwargs) -> bool:

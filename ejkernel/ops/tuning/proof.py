@@ -32,6 +32,8 @@ _COMPILE_S = 120.0
 _SHARE = 8
 """Made-up data may take one part in so many of the memory that is free: nobody has asked for a proof."""
 _GUESS, _CFG = 0, 1
+MAX_PROOFS = 4096
+"""How many proofs of a kernel class are remembered; the store has them all."""
 
 
 class Proof(NamedTuple):
@@ -69,6 +71,8 @@ def proof(
         if found.certain:
             history.add_proof(name, cfg, found.reason)
     if found is not None:
+        if len(known) >= MAX_PROOFS:
+            known.clear()
         known[inv.key, name] = found
     return found
 
