@@ -157,19 +157,17 @@ class Executor:
             program = kernel._ejkernel_programs.latest()
             # Equal is not enough: C(1) == C(1.0).
             found = program.cfg is cfg and program.owner is self and _trace_state.value is _EAGER
+            call = program.call
             if kwargs:
                 scalars, call = program.repeat
-                for name, x in kwargs.items():
-                    if scalars.get(name, scalars) is not x:
-                        call = program.ways[tuple(kwargs)]
-                        break
-                else:
-                    if len(scalars) == len(kwargs):
-                        given = _NONE
+                if len(scalars) == len(kwargs):
+                    for name, x in kwargs.items():
+                        if scalars.get(name, scalars) is not x:
+                            break
                     else:
-                        call = program.ways[tuple(kwargs)]
-            else:
-                call = program.call
+                        given = _NONE
+                if given:
+                    call = program.ways[tuple(kwargs)]
         except (AttributeError, KeyError):
             found = False
         if not found:

@@ -1,3 +1,5 @@
+import gc
+import weakref
 from dataclasses import dataclass
 
 import jax
@@ -353,3 +355,18 @@ def test_gradient_in_two_classes_or_for_other_platforms_is_whole():
     grad = lambda cls: jax.grad(lambda x: executor(cls(cls.__name__), x, X).sum())(X)
     np.testing.assert_array_equal(grad(WithBoth), jnp.ones(4))
     np.testing.assert_allclose(grad(BackwardElsewhere), jnp.cos(X) * X, rtol=1e-6)
+
+
+def test_equations_with_a_gradient_keep_no_tracer_of_a_keyword_array():
+    tracers = []
+
+    class Biased(WithGrads):
+        def prepare(self, x, *, bias):
+            tracers.append(weakref.ref(bias))
+            return (x,), {"bias": bias}
+
+    executor, kernel = new_executor(), Biased(lambda ct: (ct[0],))
+    traced = jax.jit(lambda x: executor(kernel, x, bias=x)).trace(X)
+    gc.collect()
+    assert [t() for t in tracers] == [None]
+    assert len(traced.jaxpr.eqns) == 1
