@@ -211,6 +211,7 @@ def report():
     yield ""
     yield f"`python benchmarks/overhead.py` · {device.device_kind} · {platform.processor() or platform.machine()} · "
     yield f"Python {platform.python_version()} · JAX {jax.__version__}. Ratios of interleaved medians in one run."
+    yield "Eager calls and tracing in CPU time of the thread, on which programs run too."
     yield ""
     yield "| eager call | plain jitted call, µs | executor(kernel, …) | with cfg= | kernel(…) |"
     yield "|---|---|---|---|---|"

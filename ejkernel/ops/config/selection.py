@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -56,6 +56,7 @@ from ejkernel.ops.utils.services import services
 # Bound here, for the sake of the one look that every call takes.
 _trace_state, _EAGER = _compat.trace_state, _compat.EAGER
 _NONE: Kwargs = {}
+_MISSING: Any = None
 _SHARDING = frozenset({"mesh", "in_specs", "out_specs"})
 _keywords: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
@@ -155,8 +156,6 @@ class Executor:
         given = kwargs
         try:
             program = kernel._ejkernel_programs.latest()
-            # Equal is not enough: C(1) == C(1.0).
-            found = program.cfg is cfg and program.owner is self and _trace_state.value is _EAGER
             call = program.call
             if kwargs:
                 scalars, call = program.repeat
@@ -168,15 +167,19 @@ class Executor:
                         given = _NONE
                 if given:
                     call = program.ways[tuple(kwargs)]
+            # Equal is not enough: C(1) == C(1.0).
+            if program.cfg is not cfg or program.owner is not self or _trace_state.value is not _EAGER:
+                program = None
         except (AttributeError, KeyError):
-            found = False
-        if not found:
+            program = call = _MISSING
+        if program is None:
             if _asks_to_shard(kernel, kwargs):
                 return self._sharded(kernel, cfg, args, kwargs)
             program = self._program_of(kernel, cfg, args, kwargs)
             call, given = program.way(kwargs), kwargs
         try:
-            return call(*args, **given)
+            # Passing on even no keywords takes time.
+            return call(*args, **given) if given else call(*args)
         except InputsWanted:
             pass
         except REFUSED as error:

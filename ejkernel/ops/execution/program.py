@@ -212,7 +212,7 @@ class Program:
         arrays, statics = arguments.split((args, kwargs))
         return use(self._split_variant(statics), (arrays,), {})
 
-    def _bind(self, args: Args, kwargs: Kwargs) -> tuple[Hashable, list[Any], Kwargs]:
+    def _bind(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Hashable, ...], list[Any], Kwargs]:
         """Top-level scalars as a key, and the arguments without them."""
         key: list[Hashable] = []
         args_left, kwargs_left = list(args), {}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
