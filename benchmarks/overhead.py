@@ -18,6 +18,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.flash_attention import xla
+from ejkernel.kernels.flash_attention.arguments import Attention
+from ejkernel.modules.flash_attention import FlashAttention, flash_attention
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
 
 
@@ -51,6 +54,18 @@ class SumResiduals(Sum):
         return jax.tree.map(lambda x: dout, args)
 
 
+class First(Sum):
+    """Ignores all arguments but one: `jax.jit` does not even pass them on."""
+
+    def run(self, x, *args, cfg):
+        return x + x
+
+
+class FirstVjp(First):
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return 2 * cotangents[0], *[None] * (len(primals) - 1)
+
+
 STYLES = {"no gradient": Sum, "custom_vjp": SumVjp, "fwd_with_residuals + vjp": SumResiduals}
 
 
@@ -64,17 +79,20 @@ def plain_function(style):
 
 
 def interleaved(functions, samples, calls):
-    """Median seconds a call of each function, measured in turns so that drift hits them alike."""
+    """Median seconds a call of each function, measured in turns so that drift hits them alike.
+
+    Seconds of this thread: on a busy machine those of the clock are mostly about the others.
+    """
     times = [[] for _ in functions]
     for f in functions:
         f()
     for i in range(samples):
         order = list(enumerate(functions))
         for k, f in order if i % 2 else reversed(order):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(calls):
                 f()
-            times[k].append((time.perf_counter() - start) / calls)
+            times[k].append((time.thread_time() - start) / calls)
     return [statistics.median(t) for t in times]
 
 
@@ -104,6 +122,44 @@ def eager_rows():
             ]
             base, call, explicit, direct = interleaved(variants, 41, 500)
             yield f"{name}, {style_name}", base * 1e6, call / base, explicit / base, direct / base
+
+
+def ignored_rows():
+    x = jnp.ones((8, 8))
+    executor, cfg = Executor(ConfigSelectorChain(cache=ConfigCache())), Cfg()
+    for count in (2, 8):
+        for style_name, style in {"no gradient": First, "custom_vjp": FirstVjp}.items():
+            args, kernel, plain = (x,) * count, style(), jax.jit(lambda x, *_: x + x)
+            variants = [
+                lambda p=plain, a=args: p(*a),
+                lambda n=kernel, a=args: executor(n, *a),
+                lambda n=kernel, a=args: executor(n, *a, cfg=cfg),
+                lambda n=kernel, a=args: n(*a),
+            ]
+            base, *ours = interleaved(variants, 41, 500)
+            yield f"{count} arrays, all but one ignored, {style_name}", base * 1e6, *(t / base for t in ours)
+
+
+def attention_rows():
+    """The public function, against a jitted function of the same keywords that runs the same implementation."""
+    kernel, x = FlashAttention(), jnp.ones((1, 8, 1, 8))
+    ids = jnp.zeros((1, 8), jnp.int32)
+    cases = {
+        "": {},
+        "causal=True": {"causal": True},
+        "causal=True, softmax_scale=0.5": {"causal": True, "softmax_scale": 0.5},
+        "causal=True, q_segment_ids=array": {"causal": True, "q_segment_ids": ids},
+    }
+
+    def run(query, key, value, **kwargs):
+        args, kwargs = kernel.prepare(query, key, value, **kwargs)
+        return xla.forward(*Attention.of(args, kwargs), None)[0]
+
+    plain = jax.jit(run, static_argnames=("causal", "softmax_scale"))
+    for name, kwargs in cases.items():
+        variants = [lambda k=kwargs: plain(x, x, x, **k), lambda k=kwargs: flash_attention(x, x, x, **k)]
+        base, ours = interleaved(variants, 41, 300)
+        yield f"flash_attention(q, k, v{', ' if name else ''}{name})", base * 1e6, ours / base
 
 
 def trace_rows():
@@ -155,11 +211,17 @@ def report():
     yield ""
     yield f"`python benchmarks/overhead.py` · {device.device_kind} · {platform.processor() or platform.machine()} · "
     yield f"Python {platform.python_version()} · JAX {jax.__version__}. Ratios of interleaved medians in one run."
+    yield "Eager calls and tracing in CPU time of the thread, on which programs run too."
     yield ""
     yield "| eager call | plain jitted call, µs | executor(kernel, …) | with cfg= | kernel(…) |"
     yield "|---|---|---|---|---|"
-    for name, base, *ratios in eager_rows():
+    for name, base, *ratios in [*eager_rows(), *ignored_rows()]:
         yield f"| {name} | {base:.2f} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |"
+    yield ""
+    yield "| public function | plain jitted call, µs | ratio |"
+    yield "|---|---|---|"
+    for name, base, ratio in attention_rows():
+        yield f"| {name} | {base:.2f} | {ratio:.2f} |"
     yield ""
     yield "| what | plain JAX, ms | ratio |"
     yield "|---|---|---|"
@@ -168,6 +230,8 @@ def report():
 
 
 def main():
+    # Else larger programs run on other threads, whose time is not measured.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out

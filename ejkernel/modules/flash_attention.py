@@ -28,6 +28,7 @@ from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.params import BwdParams, FwdParams
+from ejkernel.ops.utils.services import services
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -193,6 +194,8 @@ def _example(name: str, x: Any) -> Any:
 # --- The function ---
 
 _kernel = FlashAttention()
+_FLOAT32 = jnp.float32  # Found faster than through a module.
+_WHOLE = (SingleDeviceSharding,) * 3
 
 
 def flash_attention(
@@ -262,53 +265,73 @@ def flash_attention(
     """
     if cfg is not None and not isinstance(cfg, FlashAttentionConfig):
         raise AttentionArgumentError(f"cfg must be a FlashAttentionConfig, got {type(cfg).__name__}.")
-    platform = _agreed_platform(platform, cfg)
-    arrays = {
-        "attention_mask": attention_mask,
-        "q_segment_ids": q_segment_ids,
-        "kv_segment_ids": kv_segment_ids,
-        "cum_seqlens_q": cum_seqlens_q,
-        # Queries and keys are packed alike, so positions need not be compared.
-        "cum_seqlens_k": None if cum_seqlens_k is cum_seqlens_q else cum_seqlens_k,
-    }
-    # Only arguments that differ from their default: the lookup of an eager call is faster with few arguments.
-    given = {
-        "causal": (_python(causal), False),
-        "softmax_scale": (_python(softmax_scale), None),
-        "sliding_window": (_hashable(sliding_window), None),
-        "logits_soft_cap": (_python(logits_soft_cap), None),
-        "dropout_prob": (_python(dropout_prob), 0.0),
-        "normalize_output": (_python(normalize_output), True),
-        "precision": (_hashable(precision), None),
-        "platform": (platform, None),
-    }
-    kwargs = {name: x for name, x in arrays.items() if x is not None}
-    kwargs |= {name: x for name, (x, default) in given.items() if x is not default}
-    if logits_dtype is not jnp.float32:
-        kwargs["logits_dtype"] = _dtype_name(logits_dtype)
+    # Only what differs from its default: an eager call with few arguments is found fastest.
+    kwargs: dict[str, Any] = {}
+    if causal is not False:
+        kwargs["causal"] = _python(causal)
+    if softmax_scale is not None:
+        kwargs["softmax_scale"] = _python(softmax_scale)
+    if sliding_window is not None:
+        kwargs["sliding_window"] = _hashable(sliding_window)
+    if logits_soft_cap is not None:
+        kwargs["logits_soft_cap"] = _python(logits_soft_cap)
+    if attention_mask is not None:
+        kwargs["attention_mask"] = attention_mask
+    if q_segment_ids is not None:
+        kwargs["q_segment_ids"] = q_segment_ids
+    if kv_segment_ids is not None:
+        kwargs["kv_segment_ids"] = kv_segment_ids
+    if cum_seqlens_q is not None:
+        kwargs["cum_seqlens_q"] = cum_seqlens_q
+    if cum_seqlens_k is not None and cum_seqlens_k is not cum_seqlens_q:  # Packed alike: no positions to compare.
+        kwargs["cum_seqlens_k"] = cum_seqlens_k
+    if type(dropout_prob) is not float or dropout_prob:
+        kwargs["dropout_prob"] = _python(dropout_prob)
     if dropout_seed is not None:
-        # As an array, so that another seed does not compile another program.
-        kwargs["dropout_seed"] = _seed(dropout_seed)
-    args = (query, key, value, bias, softmax_aux)
+        kwargs["dropout_seed"] = _seed(dropout_seed)  # As an array: another seed is not another program.
+    if normalize_output is not True:
+        kwargs["normalize_output"] = _python(normalize_output)
+    if precision is not None:
+        kwargs["precision"] = _hashable(precision)
+    if logits_dtype is not _FLOAT32:
+        kwargs["logits_dtype"] = _dtype_name(logits_dtype)
+    if platform is not None or cfg is not None:
+        platform = _agreed_platform(platform, cfg)
+        if platform is not None:
+            kwargs["platform"] = platform
+    args = (query, key, value)
+    if bias is not None or softmax_aux is not None:
+        args = (*args, bias, softmax_aux)
     if mesh is not None:
         from ejkernel.modules.sharded_attention import sharded
 
         return sharded(_call, args, kwargs, cfg, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:
         raise AttentionArgumentError("in_specs and out_specs need mesh.")
+    # First what most calls are, because asking for types takes a tenth of an eager call's time.
+    if platform is None and cfg is None and _are_whole(query, key, value):
+        return services.run(_kernel, None, args, kwargs)  # As `_kernel(...)` does, and `_call` too.
     if (spec := _explicit_spec(args)) is not None:
-        call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
-        automatic: Any = jax.sharding.auto_axes(call, out_sharding=spec)
-        return automatic(*arrays)
+        return _call_automatic(args, kwargs, cfg, spec)
     return _call(args, kwargs, cfg)
+
+
+def _call_automatic(
+    args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None, spec: PartitionSpec
+) -> Array:
+    arrays, statics = arguments.split((args, kwargs))
+
+    def call(*arrays: Any) -> Array:
+        args, kwargs = arguments.merge(arrays, statics)
+        return _call(args, kwargs, cfg)
+
+    automatic: Any = jax.sharding.auto_axes(call, out_sharding=spec)
+    return automatic(*arrays)
 
 
 def _explicit_spec(args: tuple[Any, ...]) -> PartitionSpec | None:
     """The output's sharding, if those of the arguments are part of their types; inside, the compiler decides."""
     query, key, value, *_ = args
-    # The common case first, because reading types takes a tenth of an eager call's time.
-    if _is_whole(query) and _is_whole(key) and _is_whole(value):
-        return None
     types = [jax.typeof(x).sharding for x in (query, key, value) if isinstance(x, jax.Array)]
     if all(t.mesh.empty or all(axis is None for axis in t.spec) for t in types):
         return None
@@ -316,14 +339,19 @@ def _explicit_spec(args: tuple[Any, ...]) -> PartitionSpec | None:
     return PartitionSpec(*types[0].spec[:3], None)
 
 
-def _is_whole(x: Any) -> bool:
-    return not isinstance(x, Tracer) and type(getattr(x, "sharding", None)) is SingleDeviceSharding
+def _are_whole(query: Any, key: Any, value: Any) -> bool:
+    """Whether arrays are each on one device, with no sharding in their types."""
+    try:
+        kinds = type(query.sharding), type(key.sharding), type(value.sharding)
+    except AttributeError:  # NumPy's, or traced.
+        return False
+    return kinds == _WHOLE
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Array:
-    if kwargs.get("platform") == "reference":
+    if "platform" in kwargs and kwargs["platform"] == "reference":
         return reference.attention(*Attention.of(*_kernel.prepare(*args, **kwargs)))
-    return _kernel(*args, **kwargs) if cfg is None else _kernel(*args, cfg=cfg, **kwargs)
+    return services.run(_kernel, cfg, args, kwargs)
 
 
 def _agreed_platform(platform: Any, cfg: FlashAttentionConfig | None) -> Any:

@@ -69,10 +69,14 @@ def _record(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
     call = _Call(kept, _holder(kernel, lambda kernel: not holds_tracers(kernel)))
     with _lock:
         held = _recorded.get(inv.key)
-        # The data of an eager call is kept; the shapes of a later trace do not replace it.
-        if held is None or held.inv.is_abstract or held.kernel() is None:
+        # Data that an eager call left is worth more than the shapes of a later trace.
+        if held is None or held.kernel() is None or _has_data(call.inv) or not _has_data(held.inv):
             _recorded[inv.key] = call
         return held is None
+
+
+def _has_data(inv: Invocation[Any, Any]) -> bool:
+    return any(isinstance(x, np.ndarray) for x in jax.tree.leaves((inv.args, dict(inv.kwargs))))
 
 
 def _holder(

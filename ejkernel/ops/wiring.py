@@ -48,7 +48,7 @@ def _joint(selector: Any) -> Any:
 
 def connect() -> None:
     """Fills in the services."""
-    services.call = executor.call_by_default
+    services.run = executor.run_by_default
     services.default_chooser = lambda: executor.default_executor().chooser
     services.traced = registry.traced
     services.record = _record

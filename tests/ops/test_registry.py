@@ -1,3 +1,4 @@
+import collections
 import gc
 import weakref
 
@@ -18,6 +19,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.core import context
 from ejkernel.ops.execution import program
+from ejkernel.ops.execution.parts import Part
 from ejkernel.ops.offline import specs
 from tests.recorded_kernels import Anything as Recorded
 from tests.support import OwnBackward, Plain, Scale, new_executor
@@ -223,6 +225,26 @@ def test_programs_of_many_kernels_are_bounded(monkeypatch):
     gc.collect()
     assert max(len(executor._own), len(executor._shared)) <= 20
     np.testing.assert_array_equal(executor(kept[3], X), 3 * X)
+
+
+@pytest.mark.parametrize(("many", "bound"), [(150, 40), pytest.param(10_000, 4096, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("what", ["shapes", "kernels"])
+def test_a_long_life_with_ever_new_calls_is_held_in_bounded_memory(monkeypatch, what, many, bound):
+    for module, name in ((program, "MAX_TRACES"), (program, "MAX_VARIANTS"), (registry, "MAX_TRACED")):
+        monkeypatch.setattr(module, name, bound)
+    executor, count = new_executor(), collections.Counter()
+    kinds = (Part, Invocation, program.Program, Holds)
+    living = lambda: collections.Counter(type(x) for x in gc.get_objects() if isinstance(x, kinds))
+    gc.collect()
+    before = living()
+    for n in range(many):
+        kernel, x = (Holds(2), np.ones(n + 1)) if what == "shapes" else (Holds(2, f"op{n}"), np.ones(1))
+        jax.eval_shape(lambda x: executor(kernel, x), x)  # noqa: B023
+        if n % bound == bound - 1:
+            gc.collect()
+            count |= living() - before
+    # A call is held by its equations, and by the registry; as many again may be about to go.
+    assert max(count.values()) <= 3 * bound + 10, count
 
 
 def test_answers_are_bounded_and_changes_reach_those_that_were_forgotten(monkeypatch):

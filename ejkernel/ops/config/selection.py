@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -97,7 +98,8 @@ class _Flights:
     """One lock per key, so that threads that miss the same call measure it once."""
 
     def __init__(self) -> None:
-        self._locks: dict[Any, threading.RLock] = {}
+        # Weak: a lock that nobody holds or waits for may go.
+        self._locks: weakref.WeakValueDictionary[Any, threading.RLock] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
     def of(self, key: Any) -> threading.RLock:

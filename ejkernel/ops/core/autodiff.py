@@ -44,6 +44,8 @@ def with_gradient(
     """Runs `primal(*args, **kwargs)`; when differentiated, `forward` and `backward` take its place."""
     arrays, statics = arguments.split(args)
     kw_arrays, kw_statics = arguments.split(kwargs)
+    # Not the arrays themselves: what is made here stays with the equations, and their tracers must not.
+    names = [jax.tree_util.keystr(path[:1]) for path, x in _leaves_with_paths(kwargs) if arguments.is_array(x)]
 
     def restore(arrays: list[Any], kw_arrays: list[Any]) -> tuple[Args, Kwargs]:
         return arguments.merge(arrays, statics), arguments.merge(kw_arrays, kw_statics)
@@ -53,7 +55,7 @@ def with_gradient(
         return primal(*args, **kwargs)
 
     def fwd(arrays: list[Any], kw_arrays: list[Any]) -> tuple[Any, Any]:
-        _refuse_keyword_gradients(owner, kwargs, kw_arrays)
+        _refuse_keyword_gradients(owner, names, kw_arrays)
         arrays, kw_arrays = [x.value for x in arrays], [x.value for x in kw_arrays]
         args, kwargs_ = restore(arrays, kw_arrays)
         out, residuals = forward(*args, **kwargs_)
@@ -97,12 +99,11 @@ def with_gradient_of(run: Flat, other: Flat) -> Flat:
     return call
 
 
-def _refuse_keyword_gradients(owner: str, kwargs: Kwargs, kw_arrays: list[Any]) -> None:
-    names = [
-        jax.tree_util.keystr(path[:1])
-        for path, x in jax.tree_util.tree_flatten_with_path(kwargs)[0]
-        if arguments.is_array(x)
-    ]
+def _leaves_with_paths(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _refuse_keyword_gradients(owner: str, names: list[str], kw_arrays: list[Any]) -> None:
     for name, x in zip(names, kw_arrays, strict=True):
         if x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact):
             raise GradientError(

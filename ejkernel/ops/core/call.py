@@ -41,7 +41,8 @@ _call.multiple_results = True
 
 def bind(fn: Flat, batching: Batching, operands: Sequence[Any], name: str) -> Sequence[Any]:
     """`fn(*operands)` as one operation."""
-    # Effects have an order and references an identity, which JAX keeps only for its own equations.
+    _register()
+    # Effects have an order and references an identity, which JAX keeps for equations of its own only.
     if any(map(_compat.is_ref, operands)):
         return fn(*operands)
     jaxpr = jax.make_jaxpr(fn)(*operands)
@@ -135,7 +136,12 @@ mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_call] = _jvp
 ad.primitive_transposes[_call] = _transpose
 batching.fancy_primitive_batchers[_call] = _batch
-_compat.def_as_jit(_call, lambda *, jaxpr, name, **_: _jitted(jaxpr, name))
+
+
+@functools.cache
+def _register() -> None:
+    """The rules whose modules `import jax` does not load: nothing asks for them before there is a call."""
+    _compat.def_as_jit(_call, lambda *, jaxpr, name, **_: _jitted(jaxpr, name))
 
 
 # --- Configs that are missing ---

@@ -23,6 +23,14 @@ from ejkernel.ops.utils.services import services
 PROGRAMS = "_ejkernel_programs"
 """Attribute of a kernel instance under which executors keep its compiled programs."""
 
+
+class Links(dict[Any, Any]):
+    """Where executors find the programs of a kernel; `latest()` is the one of the latest eager call."""
+
+    __slots__ = ("latest",)
+    latest: Callable[[], Any]
+
+
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _SIMPLE = frozenset({str, bytes, bool, int, float, complex, type(None), type})
 
@@ -53,7 +61,7 @@ class Kernel(Generic[Cfg, Out]):
     everything that it closes over.
     """
 
-    _ejkernel_programs: dict[Any, Any]
+    _ejkernel_programs: Links
     version: str = "0"
     key_builder: Callable[[Invocation[Cfg, Out]], str] | None = None
     jit: bool = True
@@ -117,8 +125,8 @@ class Kernel(Generic[Cfg, Out]):
         is_static = lambda value: value is not None and not any(map(arguments.is_array, jax.tree.leaves(value)))
         return {name: value for name, value in inv.abstract_kwargs.items() if is_static(value)}
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Out:
-        return services.call(self, *args, **kwargs)
+    def __call__(self, /, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        return services.run(self, cfg, args, kwargs)
 
     @property
     def cfg_type(self) -> Any:

@@ -122,8 +122,6 @@ class _Key:
 class _Pmapped:
     """`jax.pmap` of a call, one for each set of static values: JAX finds compiled programs by their function."""
 
-    cfg = None
-
     def __init__(self, name: str, run: Run, in_axes: Any, options: dict[str, Any]) -> None:
         self._name = name
         self._run = run
@@ -131,7 +129,7 @@ class _Pmapped:
         self._options = options
         self._mapped: dict[Any, Callable[..., Any]] = {}
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         """Runs the call on all devices."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         axes = self._flat_axes(args, kwargs)
@@ -173,10 +171,6 @@ class _Pmapped:
             jax.vmap(lambda *_: (), in_axes=self._in_axes)(*args)  # Its error says which part does not fit.
             raise
         return axes
-
-    def recover(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
-        """There is no other way to call it."""
-        raise error
 
 
 def _parties(

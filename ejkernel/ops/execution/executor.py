@@ -28,6 +28,7 @@ from ejkernel.ops.core.kernel import (
     Invocation,
     Kernel,
     KernelDefinitionError,
+    Links,
     has_own_gradient,
     runs_as_operation,
     tracing,
@@ -51,9 +52,12 @@ from ejkernel.ops.execution.program import REFUSED, Program, bounded
 from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.canonical import canonical
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
+from ejkernel.ops.utils.services import services
 
 # Bound here, because every call looks it up.
 _trace_state, _EAGER = _compat.trace_state, _compat.EAGER
+_NONE: Kwargs = {}
+_MISSING: Any = None
 _SHARDING = frozenset({"mesh", "in_specs", "out_specs"})
 _keywords: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
@@ -95,7 +99,7 @@ class CompiledCall(Generic[Out]):
         self._program = program
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Out:
-        return _call(self._program, args, kwargs)
+        return self._program(args, kwargs)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As `trace` of a jitted function; arguments may be abstract."""
@@ -145,21 +149,38 @@ class Executor:
         With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry per positional argument, and
         `out_specs=` is for the output; keyword arguments are whole on every device. The config is chosen for a shard.
         """
-        if kwargs and not _SHARDING.isdisjoint(kwargs) and _asks_to_shard(kernel, kwargs):
-            return self._sharded(kernel, cfg, args, kwargs)
+        return self.run(kernel, cfg, args, kwargs)
+
+    def run(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
+        """`executor(kernel, *args, cfg=cfg, **kwargs)`, for callers that have arguments in these forms already."""
+        # What every call pays for: most are eager, and like the one before.
+        given = kwargs
         try:
-            # By attribute, not by PROGRAMS in __dict__, which is slower: every call runs this line.
-            program = kernel._ejkernel_programs[self._key]()[cfg]
-        except (KeyError, TypeError, AttributeError):
-            program = self._program(kernel, cfg)
-        if program.cfg is not cfg:
+            program = kernel._ejkernel_programs.latest()
+            call = program.call
+            if kwargs:
+                scalars, call = program.repeat
+                if len(scalars) == len(kwargs):
+                    for name, x in kwargs.items():
+                        if scalars.get(name, scalars) is not x:
+                            break
+                    else:
+                        given = _NONE
+                if given:
+                    call = program.ways[tuple(kwargs)]
             # Equal is not enough: C(1) == C(1.0).
-            program = self._program(kernel, cfg)
-        if _trace_state.value is not _EAGER and (batches := _differentiated_batches(kernel, args, kwargs)):
-            # Inside a jitted call the batches cannot be seen, and after differentiation it is too late to choose.
-            program = self._program(kernel, cfg, batches)
+            if program.cfg is not cfg or program.owner is not self or _trace_state.value is not _EAGER:
+                program = None
+        except (AttributeError, KeyError):
+            program = call = _MISSING
+        if program is None:
+            if _asks_to_shard(kernel, kwargs):
+                return self._sharded(kernel, cfg, args, kwargs)
+            program = self._program_of(kernel, cfg, args, kwargs)
+            call, given = program.way(kwargs), kwargs
         try:
-            return program.call(*args, **kwargs)
+            # Passing on even no keywords takes time.
+            return call(*args, **given) if given else call(*args)
         except InputsWanted:
             pass
         except REFUSED as error:
@@ -172,7 +193,7 @@ class Executor:
             # is needed; it is requested below.
             with contextlib.suppress(InputsWanted):
                 return self._run_here(kernel, cfg, args, kwargs)
-        return self._pipeline.with_inputs(known(kernel, args, kwargs), lambda: _call(program, args, kwargs))
+        return self._pipeline.with_inputs(known(kernel, args, kwargs), lambda: program(args, kwargs))
 
     def run_mapped(
         self,
@@ -191,10 +212,10 @@ class Executor:
             run = self._runner(kernel, table, cfg)
             program = table.get(key) or bounded(table, key, make(lambda *args, **kwargs: run(args, kwargs)))
         try:
-            return _call(program, args, kwargs)
+            return program(args, kwargs)
         except InputsWanted:
-            # Its shards have their data only inside the transformation.
-            return self._pipeline.with_inputs(((), {}), lambda: _call(program, args, kwargs))
+            # Its shards have their data inside of the transformation only.
+            return self._pipeline.with_inputs(((), {}), lambda: program(args, kwargs))
 
     def _sharded(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
         from ejkernel.ops.execution import sharding
@@ -285,32 +306,59 @@ class Executor:
 
     # --- Programs ---
 
-    def _program(self, kernel: Kernel[Any, Any], cfg: Any, batches: tuple[Batch, ...] = ()) -> Program:
+    def _program_of(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Program:
+        """What runs a call; found by the config itself where that is possible."""
+        _check_kernel(kernel)
+        # First of all: if it is changed by another thread meanwhile, these links are no longer its own.
+        links = kernel.__dict__.setdefault(PROGRAMS, Links())
+        final = _trace_state.value is _EAGER
+        # Inside of a jitted call batches cannot be seen, and once it is differentiated it is too late to choose.
+        if not final and (batches := _differentiated_batches(kernel, args, kwargs)):
+            return self._program(kernel, cfg, batches)
+        try:
+            program = links[self._key]()[cfg, final]
+        except (KeyError, TypeError):
+            program = None
+        if program is None or program.cfg is not cfg:
+            program = self._program(kernel, cfg, final=final)
+            if not is_frozen(cfg):
+                return program
+            program.cfg = cfg
+            self._table(kernel)[cfg, final] = program
+        if final:
+            links.latest = weakref.ref(program)
+        return program
+
+    def _program(
+        self, kernel: Kernel[Any, Any], cfg: Any, batches: tuple[Batch, ...] = (), *, final: bool = False
+    ) -> Program:
         _check_kernel(kernel)
         table = self._table(kernel)
-        key = (batches, canonical(cfg))
+        key = (batches, final, canonical(cfg))
         program = table.get(key)
         if program is None:
             before = partial(_record_data, _holder(kernel)) if kernel.record_integers else None
-            trace = self._runner(kernel, table, cfg, batches)
-            program = bounded(table, key, Program(kernel, trace, cfg=cfg, before=before))
-        if is_frozen(cfg) and not batches:
-            table[cfg] = program
-            program.cfg = cfg
+            trace = self._runner(kernel, table, cfg, batches, final)
+            program = bounded(table, key, Program(kernel, trace, cfg=cfg, owner=self, before=before))
         return program
 
     def _runner(
-        self, kernel: Kernel[Any, Any], table: _Table, cfg: Any, batches: tuple[Batch, ...] = ()
+        self,
+        kernel: Kernel[Any, Any],
+        table: _Table,
+        cfg: Any,
+        batches: tuple[Batch, ...] = (),
+        final: bool = False,
     ) -> Callable[[Args, Kwargs], Any]:
         """The function that traces a call of `kernel` with `cfg`, for one example of `batches` if there are any."""
         # A copy if it could change: the program belongs to the config as it was given.
         fixed_cfg = cfg if is_frozen(cfg) else copy.deepcopy(cfg)
-        return partial(self._trace, kernel.state(), _holder(kernel), weakref.ref(table), fixed_cfg, batches)
+        return partial(self._trace, kernel.state(), _holder(kernel), weakref.ref(table), fixed_cfg, batches, final)
 
     def _table(self, kernel: Kernel[Any, Any]) -> _Table:
         """Where the programs of a kernel are; interchangeable instances share it."""
+        links = kernel.__dict__.setdefault(PROGRAMS, Links())
         state = kernel.state()
-        links = kernel.__dict__.setdefault(PROGRAMS, {})
         if state is None:
             # Assigning an attribute drops the token, and with it the table.
             token = links.setdefault(_Token, _Token())
@@ -335,6 +383,7 @@ class Executor:
         table: Callable[[], Any],
         cfg: Any,
         batches: tuple[Batch, ...],
+        final: bool,
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
@@ -347,21 +396,27 @@ class Executor:
             # The programs hold equations, which hold the kernel for their gradient. A copy is used, so that the kernel
             # and its programs are freed when nothing else refers to it.
             kernel = copy.copy(kernel)
-        return self._run_here(kernel, cfg, args, kwargs, batches)
+        return self._run_here(kernel, cfg, args, kwargs, batches, final)
 
     def _run_here(
-        self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs, batches: tuple[Batch, ...] = ()
+        self,
+        kernel: Kernel[Any, Any],
+        cfg: Any,
+        args: Args,
+        kwargs: Kwargs,
+        batches: tuple[Batch, ...] = (),
+        final: bool = False,
     ) -> Any:
         outer, tracing.active = tracing.active, True
         try:
-            return self._pipeline.run(Fixed(kernel, cfg), args, kwargs, batches)
+            return self._pipeline.run(Fixed(kernel, cfg), args, kwargs, batches, final=final)
         finally:
             tracing.active = outer
 
 
 def _asks_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs) -> bool:
-    """Whether to wrap a call in `shard_map`; a keyword that the kernel's own methods have belongs to them."""
-    return not (_SHARDING & set(kwargs)) <= _named_keywords(type(kernel))
+    """Whether a call is to be wrapped in `shard_map`; a keyword that the kernel's own methods name is theirs."""
+    return not _SHARDING.isdisjoint(kwargs) and not (_SHARDING & set(kwargs)) <= _named_keywords(type(kernel))
 
 
 def _named_keywords(cls: type) -> frozenset[str]:
@@ -374,7 +429,7 @@ def _named_keywords(cls: type) -> frozenset[str]:
 
 
 def _refuse_to_shard(kernel: Kernel[Any, Any], kwargs: Kwargs, what: str) -> None:
-    if not _SHARDING.isdisjoint(kwargs) and _asks_to_shard(kernel, kwargs):
+    if _asks_to_shard(kernel, kwargs):
         from ejkernel.ops.execution.sharding import ShardingArgumentError
 
         raise ShardingArgumentError(
@@ -408,13 +463,6 @@ def _holder(kernel: Kernel[Any, Any]) -> Callable[[], Any]:
     return weakref.ref(kernel) if kernel.state() is None else lambda: kernel
 
 
-def _call(program: Program, args: Args, kwargs: Kwargs) -> Any:
-    try:
-        return program.call(*args, **kwargs)
-    except REFUSED as error:
-        return program.recover(error, args, kwargs)
-
-
 def _record_data(holder: Callable[[], Any], args: Args, kwargs: Kwargs) -> None:
     """Records an eager call with its small integers, which tracing would hide."""
     if env.recording() and not any_tracer(args, kwargs):
@@ -434,6 +482,7 @@ def default_executor() -> Executor:
         with _default_lock:
             if _default is None:
                 _default = Executor()
+                services.run = _default.run
     return _default
 
 
@@ -444,9 +493,9 @@ def _default_selector() -> ConfigSelectorChain:
     return ConfigSelectorChain(persistent=PersistentCache())
 
 
-def call_by_default(kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Runs a kernel through the default executor."""
-    return (_default or default_executor())(kernel, *args, **kwargs)
+def run_by_default(kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Runs a kernel through the default executor; in place of it until there is one."""
+    return default_executor().run(kernel, cfg, args, kwargs)
 
 
 def set_default_executor(executor: Executor | None) -> None:
@@ -456,4 +505,5 @@ def set_default_executor(executor: Executor | None) -> None:
         raise ChooserError(f"set_default_executor: expected an Executor, got {type(executor).__name__}.")
     with _default_lock:
         _default = executor
+        services.run = run_by_default if executor is None else executor.run
     context.invalidate()

@@ -122,8 +122,17 @@ class WholeCall:
     It outlives the trace that it was made in, so it keeps none of its arrays.
     """
 
-    def __init__(self, pipeline: Pipeline, fixed: Fixed, inv: Invocation[Any, Any], statics: arguments.Statics) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        fixed: Fixed,
+        inv: Invocation[Any, Any],
+        statics: arguments.Statics,
+        *,
+        final: bool = False,
+    ) -> None:
         self.pipeline = pipeline
+        self._final = final
         kernel = fixed.kernel
         # Equations stay in JAX's caches. They must not keep a kernel alive that shares its programs with no other,
         # unless it is needed for their gradient.
@@ -156,6 +165,11 @@ class WholeCall:
 
     def run(self, attempt: Attempt, arrays: Sequence[Any]) -> Any:
         """Runs the call with an attempt."""
+        if self._final and runs_as_operation(self.fixed.kernel):
+            # Not as one operation, which takes all arguments: JAX leaves out those that no equation uses.
+            residual_pair(self.fixed.kernel, attempt)  # Refuses half a gradient.
+            args, kwargs = arguments.merge(arrays, self._statics)
+            return self.pipeline.labelled(attempt, attempt.run, *args, **kwargs)
         part = self._part if attempt.batch is None else replace(self._part, pinned=self._again(attempt))
         return self._flat.restore(self._bound(part, arrays, attempt))
 

@@ -80,8 +80,12 @@ class Pipeline:
         self.stamp_prefix = stamp_prefix
         self._local = threading.local()
 
-    def run(self, fixed: Fixed, args: Args, kwargs: Kwargs, batches: Sequence[Batch] = ()) -> Any:
-        """Runs a call, usually on tracers, for one example of `batches` if there are any.
+    def run(
+        self, fixed: Fixed, args: Args, kwargs: Kwargs, batches: Sequence[Batch] = (), *, final: bool = False
+    ) -> Any:
+        """Runs a call on what are usually tracers, for one example of `batches` if there are any.
+
+        What is `final` is compiled as it is, and never batched or differentiated.
 
         Raises:
           InputsWanted: The chooser will measure; call again inside `with_inputs`.
@@ -94,7 +98,7 @@ class Pipeline:
         args, kwargs = prepared(kernel, args, kwargs)
         inv = replace(invocation(kernel, args, kwargs), override_cfg=fixed.cfg)
         arrays, statics = arguments.split((args, kwargs))
-        call = WholeCall(self, fixed, inv, statics)
+        call = WholeCall(self, fixed, inv, statics, final=final)
         reasons: dict[str, str] = {}
         last = None
         attempt = self.batched_attempt(fixed, inv, batches, ask=True) if batches else call.seen(arrays)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,7 @@ class Agreement:
     tunings: dict[str, int] = field(default_factory=dict)
     """How often a call was tuned on demand, at least, by place."""
     _patience_s: float = field(default_factory=lambda: _MOMENT_S)
-    _locks: dict[str, threading.RLock] = field(default_factory=dict)
+    _locks: weakref.WeakValueDictionary[str, threading.RLock] = field(default_factory=weakref.WeakValueDictionary)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def alone(self, place: str) -> threading.RLock:

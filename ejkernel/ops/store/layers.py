@@ -51,6 +51,10 @@ class MemoryLayer:
         yield from _narrowed(self._memory, device, op_id)
 
 
+MAX_KNOWN = 4096
+"""How many entries of a directory are kept in memory, the latest ones; the others are read again."""
+
+
 class DirectoryLayer:
     """Entries in a directory. Files are cached until they are replaced, broken ones too."""
 
@@ -83,7 +87,10 @@ class DirectoryLayer:
     def remember(self, place: Place, stamp: Stamp, entry: StoredEntry | None) -> None:
         """Caches `entry` as the contents of the file with `stamp`."""
         with self._lock:
+            self._known.pop(place, None)  # The latest come last.
             self._known[place] = (stamp, entry)
+            if len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]
 
     def entries(self, device: str | None = None, op_id: str | None = None) -> Iterator[StoredEntry]:
         """Entries in order of file name; broken files are skipped with a warning."""

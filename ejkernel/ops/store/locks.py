@@ -6,11 +6,12 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 _guard = threading.Lock()
-_threads: dict[Path, threading.RLock] = {}
+_threads: weakref.WeakValueDictionary[Path, threading.RLock] = weakref.WeakValueDictionary()
 _held: set[Path] = set()
 
 

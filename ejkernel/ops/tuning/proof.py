@@ -34,6 +34,8 @@ _COMPILE_S = 120.0
 _SHARE = 8
 """Generated data may use this fraction of the free memory, as its inverse: the user did not ask for the check."""
 _GUESS, _CFG = 0, 1
+MAX_PROOFS = 4096
+"""How many proofs of a kernel class are remembered; the store has them all."""
 
 
 class Proof(NamedTuple):
@@ -71,6 +73,8 @@ def prove(
         if found.certain:
             history.add_proof(name, cfg, found.reason)
     if found is not None:
+        if len(known) >= MAX_PROOFS:
+            known.clear()
         known[inv.key, name] = found
     return found
 

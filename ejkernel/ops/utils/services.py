@@ -13,8 +13,8 @@ from typing import Any
 class Services:
     """One attribute per function. They are set as soon as `ejkernel.ops` is imported."""
 
-    call: Callable[..., Any]
-    """`call(kernel, *args, **kwargs)` runs a kernel through the default executor."""
+    run: Callable[..., Any]
+    """`run(kernel, cfg, args, kwargs)` runs a kernel through the default executor."""
     default_chooser: Callable[[], Any]
     """The chooser of the default executor."""
     traced: Callable[[str, str], Any]

@@ -1,3 +1,4 @@
+import gc
 from dataclasses import dataclass
 
 import jax
@@ -353,3 +354,13 @@ def test_gradient_in_two_classes_or_for_other_platforms_is_whole():
     grad = lambda cls: jax.grad(lambda x: executor(cls(cls.__name__), x, X).sum())(X)
     np.testing.assert_array_equal(grad(WithBoth), jnp.ones(4))
     np.testing.assert_allclose(grad(BackwardElsewhere), jnp.cos(X) * X, rtol=1e-6)
+
+
+def test_equations_with_a_gradient_keep_no_tracer_of_a_keyword_array():
+    living = lambda: sum(isinstance(x, jax.core.Tracer) for x in gc.get_objects())
+    gc.collect()
+    executor, kernel, before = new_executor(), WithGrads(lambda ct: (ct[0],)), living()
+    traced = jax.jit(lambda x: executor(kernel, x, bias=x)).trace(X)
+    gc.collect()
+    assert living() == before
+    assert len(traced.jaxpr.eqns) == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ejkernel.ops.store import locks
 from ejkernel.ops.store.persistent import PersistentCache
 
 KEY = ("dev", "op", "key")
@@ -175,3 +176,22 @@ def test_a_forked_child_holds_nothing_and_releases_nothing(tmp_path):
     finally:
         process.kill()
     assert [line.rpartition(" ")[2] for line in out.splitlines()] == ["True", "True", "True"], out
+
+
+def test_a_lock_that_nobody_holds_or_waits_for_is_forgotten(tmp_path):
+    for n in range(50):
+        with locks.thread_lock(tmp_path / str(n)) as held:
+            assert held
+    assert not locks._threads
+    got = []
+
+    def take():
+        with locks.thread_lock(tmp_path, timeout=0) as held:
+            got.append(held)
+
+    with locks.thread_lock(tmp_path), locks.thread_lock(tmp_path):
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+    take()
+    assert got == [False, True]
