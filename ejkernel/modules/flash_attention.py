@@ -319,12 +319,7 @@ def flash_attention(
 def _call_automatic(
     args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None, spec: PartitionSpec
 ) -> Array:
-    arrays, statics = arguments.split((args, kwargs))
-
-    def call(*arrays: Any) -> Array:
-        args, kwargs = arguments.merge(arrays, statics)
-        return _call(args, kwargs, cfg)
-
+    call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
     automatic: Any = jax.sharding.auto_axes(call, out_sharding=spec)
     return automatic(*arrays)
 
