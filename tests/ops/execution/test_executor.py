@@ -203,6 +203,43 @@ def test_configs_that_compare_equal_do_not_share_a_program():
         assert executor(kernel, X, cfg=cfg).dtype == jnp.asarray(cfg.factor).dtype
 
 
+@dataclass(eq=False)
+class Loose:
+    """A config that hashes by identity and may change."""
+
+    factor: int = 1
+
+
+class TakesLoose(Kernel[Loose, jax.Array]):
+    def run(self, x, *, cfg):
+        return x * cfg.factor
+
+    def heuristic_cfg(self, inv):
+        return Loose()
+
+
+def test_config_that_was_changed_since_counts_as_it_is():
+    executor, kernel, cfg = new_executor(), TakesLoose(name="loose"), Loose(2)
+    for factor in (2, 3, 2):
+        cfg.factor = factor
+        np.testing.assert_array_equal(executor(kernel, X, cfg=cfg), factor * X)
+
+
+class Gained(Plain):
+    def __init__(self, gain):
+        super().__init__("gained")
+        self.gain = gain
+
+    def run(self, x, *, cfg):
+        return jnp.asarray(self.gain)
+
+
+def test_kernels_whose_attributes_compare_equal_do_not_share_a_program():
+    executor = new_executor()
+    for gain in (2, 2.0, True, 1, 1.0, 2):
+        assert executor(Gained(gain), X).dtype == jnp.asarray(gain).dtype
+
+
 def test_static_values_that_are_the_same_share_a_program():
     executor, kernel = new_executor(), Shows()
     Shows.traces = 0

@@ -90,9 +90,10 @@ def test_an_interrupted_job_takes_its_worker_along(shared, monkeypatch):
         raise KeyboardInterrupt
 
     pid = shared.run(jobs.process_id, limit_s=LIMIT)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(shared, "_wait", interrupt)
-        shared.run(jobs.add, 1, 2, limit_s=LIMIT)
+        with pytest.raises(KeyboardInterrupt):
+            shared.run(jobs.add, 1, 2, limit_s=LIMIT)
     assert not alive(pid)
     assert shared.run(jobs.add, 1, 1, limit_s=LIMIT) == 2, "the answer to this job, not to the one before"
 
