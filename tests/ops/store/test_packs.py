@@ -348,6 +348,12 @@ def test_the_better_founded_entry_stays(worse, better):
     assert merging.merge([[worse], [better]]) == merging.merge([[better], [worse]]) == {better.place: better}
 
 
+def test_of_two_equally_founded_entries_the_first_stays():
+    one, two = measured(1), measured(2)
+    assert merging.better(one, two) is one
+    assert merging.better(two, one) is two
+
+
 def test_an_entry_without_statistics_or_provenance_can_be_merged():
     bare, full = entry(block=1), measured(2)
     assert merging.better(bare, full) is full
