@@ -83,7 +83,8 @@ def abstract(kernel: Kernel[Any, Any], arrays: tuple[Any, ...], keywords: dict[s
 
 
 def _is_name(target: str) -> bool:
-    return ":" in target or "." not in Path(target).name
+    # Paths have dots and slashes, names of operations have neither.
+    return ":" in target or not re.search(r"[./\\]", target)
 
 
 def _recorded(path: Path) -> tuple[list[Call], list[str]]:

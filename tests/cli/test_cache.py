@@ -191,6 +191,13 @@ def test_export_of_nothing_writes_nothing_and_says_why(run, filled, tmp_path, op
     assert run("export", "-", *options)[:2] == (1, "")
 
 
+def test_export_leaves_out_what_packs_hold(run, filled, tmp_path, monkeypatch):
+    PersistentCache(tmp_path / "shipped").put("gpu", "pkg.Op", "aa33", Config(16))
+    monkeypatch.setenv("EJKERNEL_CACHE_PACKS", str(tmp_path / "shipped"))
+    assert len(run_json(run, "ls")) == 3
+    assert run_json(run, "export", tmp_path / "p.json")["entries"] == 2
+
+
 def test_export_of_an_empty_store_leaves_a_good_pack_alone(run, filled, tmp_path):
     run("export", tmp_path / "p.json")
     good = (tmp_path / "p.json").read_text()

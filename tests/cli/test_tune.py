@@ -120,6 +120,8 @@ def test_record_file_is_tuned_and_what_fails_is_named(capsys, tmp_path):
             "makes a str, not",
         ),
         (["labels", "nowhere.hlo"], "not the text of a program"),
+        (["tune", "no.such.folder/step"], "not the text of a program"),
+        (["tune", "nowhere/step"], "not the text of a program"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(capsys, args, message):

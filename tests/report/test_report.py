@@ -71,6 +71,18 @@ def test_winner_is_first_and_few_samples_have_no_interval():
     assert (call["measurement"]["low_ms"], call["measurement"]["samples"]) == (None, 5)
 
 
+def test_six_samples_are_enough_for_an_interval():
+    enough = {"median_ms": 1.0, "low_ms": 0.9, "high_ms": 1.1, "samples": 6, "timer": "wall"}
+    (call,) = summarise([entry(measurement=enough)], "pack")["calls"]
+    assert (call["measurement"]["low_ms"], call["measurement"]["high_ms"]) == (0.9, 1.1)
+
+
+def test_candidates_without_a_time_come_after_those_that_have_one():
+    unsorted = [candidate(1, "unfinished", None), candidate(2, "unfinished", 2.0), candidate(3, "unfinished", 1.0)]
+    (call,) = summarise([entry(candidates=unsorted)], "pack")["calls"]
+    assert [c["median_ms"] for c in call["candidates"]] == [1.0, 2.0, None]
+
+
 def test_keywords_are_those_that_the_caller_wrote():
     (call,) = summarise([entry(keywords={"causal": "'lower_right'"})], "pack")["calls"]
     assert call["statics"] == "causal='lower_right'"

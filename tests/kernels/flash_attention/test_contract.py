@@ -133,6 +133,16 @@ def test_bounds_of_tiny_calls_leave_exactly_the_keys_that_are_seen(q_len, kv_len
         np.testing.assert_array_equal(seen, oracle.visible(q_len, kv_len, **call), str(call))
 
 
+def test_segment_that_begins_inside_of_a_tile_is_seen_from_all_of_its_tiles():
+    halves = lambda rng, case: jnp.repeat(jnp.arange(2), 24)[None]
+    make = {"q_segment_ids": halves, "kv_segment_ids": halves}
+    args, kwargs = Case("halves", 1, 48, 48, 1, 1, 8, make=make).arrays()
+    call = through(
+        "xla", fwd=FwdParams(q_blocksize=16, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=16)
+    )
+    assert_close(attend(call, args, kwargs), truth(args, kwargs), 2e-5)
+
+
 # --- Logits so large that float32 cannot hold them and the logarithm of their sum ---
 
 

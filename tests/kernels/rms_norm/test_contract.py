@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from ejkernel.kernels.rms_norm.config import RowParams
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import RmsNorm, rms_norm
-from ejkernel.modules.rms_norm import NormArgumentError
-from tests.kernels.contract import OperationCase, check, check_inside_shard_map
+from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
+from tests.kernels.contract import OperationCase, check, check_inside_shard_map, through
 
 
 def oracle(x, scale, residual, epsilon=1e-6, scale_offset=0.0):
@@ -60,6 +62,22 @@ def test_rows_may_be_sharded(platform):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_on_a_gpu(case, platform):
     check(RmsNorm, platform, case, oracle)
+
+
+def test_gradients_agree_where_a_program_has_several_blocks():
+    x, scale = jax.random.normal(jax.random.key(0), (19, 8)), jnp.arange(1.0, 9.0)
+    kernel, executor = RmsNorm(interpret=True), Executor(ConfigSelectorChain(cache=ConfigCache()))
+    small = RmsNormConfig(RowParams(rows=4), RowParams(rows=2), "triton")
+    of = lambda cfg: jax.grad(lambda *args: (executor(kernel, *args, None, cfg=cfg) ** 2).sum(), (0, 1))(x, scale)
+    for got, want in zip(of(small), of(RmsNormConfig(platform="xla")), strict=True):
+        assert jnp.allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+def test_norm_and_sum_have_the_dtype_of_x(platform):
+    x, residual = (jax.ShapeDtypeStruct((4, 8), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    found = jax.eval_shape(through(RmsNorm, platform), x, None, residual)
+    assert [out.dtype for out in found] == [jnp.bfloat16, jnp.bfloat16]
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])

@@ -197,6 +197,24 @@ def test_backwards_config_that_cannot_serve_is_not_used():
     np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
 
 
+@dataclass(frozen=True)
+class Placed(Scale):
+    platform: str | None = None
+
+
+def test_backwards_config_is_asked_about_on_the_platform_that_it_names():
+    class Elsewhere(Covering):
+        def cfg_vjp(self, cfg):
+            return Placed(7, "triton")
+
+        def supports(self, inv, platform):
+            return platform != "triton"
+
+    executor = new_executor()
+    got = jax.grad(lambda x: executor(Elsewhere(), x, jnp.ones(4), cfg=Scale(2)).sum())(X)
+    np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
+
+
 class Named(Residuals):
     def fwd_with_residuals(self, x, y, *, cfg):
         sin = checkpoint_name(jnp.sin(x), "sin")

@@ -156,6 +156,28 @@ def test_override_counts_for_a_selector_that_first_answers_inside_of_it(setting)
     assert seen.count("select") == 2
 
 
+def test_put_that_equals_one_of_two_answers_reaches_whoever_has_the_other(monkeypatch):
+    invalidated, served = [], context.Served()
+    monkeypatch.setattr(context, "invalidate", lambda: invalidated.append(1))
+    for factor in (1, 2):
+        served.ask("key")
+        served.note("key", Scale(factor))
+    served.changed("key", Scale(2))
+    assert invalidated == [1]
+
+
+def test_book_that_is_full_has_everyone_ask_again(monkeypatch):
+    invalidated, served = [], context.Served()
+    monkeypatch.setattr(context, "invalidate", lambda: invalidated.append(1))
+    monkeypatch.setattr(context, "MAX_SERVED", 2)
+    for key in ("a", "b", "a"):
+        served.ask(key)
+        served.note(key, Scale(1))
+    assert invalidated == []
+    served.ask("c")
+    assert invalidated == [1]
+
+
 def test_entry_without_a_signature_has_nothing_traced_again(tmp_path):
     store, traces = PersistentCache(tmp_path), []
     executor, kernel = Executor(ConfigSelectorChain(persistent=store)), Plain()

@@ -334,6 +334,13 @@ def test_config_of_a_gradient_is_chosen_for_the_batch(place, style):
     same(got, factor * DERIVATIVES[place](reference)(x, x))
 
 
+def test_config_of_a_gradient_is_chosen_for_a_batch_that_only_some_arguments_have():
+    executor, kernel = Executor(ByBatch()), OwnBackward()
+    grad = lambda f: jax.vmap(jax.jit(jax.grad(lambda x, y: f(x, y).sum())), in_axes=(0, None))
+    got, want = (grad(f)(normal(3, 4), normal(4)) for f in (lambda x, y: executor(kernel, x, y), true))
+    same(got, 5 * want)
+
+
 @pytest.mark.parametrize("style", [Plain, CustomVjp, Residuals, OwnBackward], ids=lambda s: s.__name__)
 def test_config_of_a_gradient_between_two_batches_is_chosen_for_both(style):
     chooser, kernel = Recorder(), style("k")

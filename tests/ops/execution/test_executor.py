@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
@@ -177,6 +178,66 @@ def test_static_values_that_compare_equal_do_not_share_a_program(wrap, where):
             want = kernel.run(X, value, cfg=Scale())
             assert found.dtype == want.dtype
             assert np.asarray(found).tobytes() == np.asarray(want).tobytes()
+
+
+def test_keywords_that_compare_equal_do_not_share_a_program():
+    executor, kernel = new_executor(), Shows()
+    for value in itertools.chain(*((*pair, *pair) for pair in EQUAL)):
+        found, want = executor(kernel, X, held=value), kernel.run(X, value, cfg=Scale())
+        assert found.dtype == want.dtype
+        assert np.asarray(found).tobytes() == np.asarray(want).tobytes()
+
+
+class ShowsConfig(Plain):
+    """The factor of its config, as an array."""
+
+    def run(self, x, *, cfg):
+        return jnp.asarray(cfg.factor)
+
+
+def test_configs_that_compare_equal_do_not_share_a_program():
+    executor, kernel = new_executor(), ShowsConfig()
+    cfgs = [Scale(2), Scale(2.0), Scale(2)]
+    # The very same objects again: of these the executor remembers the program.
+    for cfg in (*cfgs, *cfgs, *reversed(cfgs)):
+        assert executor(kernel, X, cfg=cfg).dtype == jnp.asarray(cfg.factor).dtype
+
+
+@dataclass(eq=False)
+class Loose:
+    """A config that hashes by identity and may change."""
+
+    factor: int = 1
+
+
+class TakesLoose(Kernel[Loose, jax.Array]):
+    def run(self, x, *, cfg):
+        return x * cfg.factor
+
+    def heuristic_cfg(self, inv):
+        return Loose()
+
+
+def test_config_that_was_changed_since_counts_as_it_is():
+    executor, kernel, cfg = new_executor(), TakesLoose(name="loose"), Loose(2)
+    for factor in (2, 3, 2):
+        cfg.factor = factor
+        np.testing.assert_array_equal(executor(kernel, X, cfg=cfg), factor * X)
+
+
+class Gained(Plain):
+    def __init__(self, gain):
+        super().__init__("gained")
+        self.gain = gain
+
+    def run(self, x, *, cfg):
+        return jnp.asarray(self.gain)
+
+
+def test_kernels_whose_attributes_compare_equal_do_not_share_a_program():
+    executor = new_executor()
+    for gain in (2, 2.0, True, 1, 1.0, 2):
+        assert executor(Gained(gain), X).dtype == jnp.asarray(gain).dtype
 
 
 def test_static_values_that_are_the_same_share_a_program():

@@ -188,6 +188,31 @@ def test_overlays_reach_the_kernels_that_a_candidate_calls():
     assert seen == {7}
 
 
+class Noting:
+    """A chooser that wants the data of each call once, and notes the shapes that it is shown."""
+
+    def __init__(self):
+        self.shown = {}
+
+    def needs_inputs(self, inv, kernel):
+        return kernel.op_id not in self.shown
+
+    def choose(self, inv, kernel):
+        self.shown.setdefault(kernel.op_id, [x.shape for x in inv.args])
+        return kernel.heuristic_cfg(inv)
+
+
+def test_kernel_that_another_one_calls_is_not_shown_the_others_data():
+    executor = Executor(chooser := Noting())
+
+    class Outer(Doubling):
+        def run(self, x, y, *, cfg):
+            return executor(Doubling("inner"), x[0]) + y
+
+    executor(Outer("outer"), jnp.ones((2, 3)), jnp.ones(3))
+    assert chooser.shown == {"outer": [(2, 3), (3,)], "inner": [(3,)]}
+
+
 def test_sharded_arguments_of_an_eager_call_are_tuned_as_they_lie():
     for kind in (AxisType.Auto, AxisType.Explicit):
         x = jax.device_put(X, NamedSharding(mesh(kind), P("i")))

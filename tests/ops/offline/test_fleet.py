@@ -50,6 +50,14 @@ def test_the_same_call_goes_to_one_worker_only():
     assert {f.entry.place.call_key for f in done} == {s["call_key"] for s in calls}
 
 
+def test_stopped_tuning_of_a_worker_replaces_no_finished_one(tmp_path):
+    cache, key = PersistentCache(tmp_path), ("cpu", "op", "key")
+    steps = [(1, False, 1), (2, False, 2), (3, True, 3), (4, False, 3), (5, True, 5)]
+    for cfg, complete, stored in steps:
+        kept = fleet.keep(cache, entries.make(key, cfg, complete=complete))
+        assert kept.cfg == cache.get(*key) == stored
+
+
 def test_call_that_breaks_its_worker_costs_only_itself():
     class Breaking(Counting):
         def submit(self, fn, /, *args, **kwargs):

@@ -23,7 +23,7 @@ from ejkernel.ops import (
     specs_of,
 )
 from ejkernel.ops.offline import specs
-from ejkernel.ops.offline.lowered import ProgramError, UnmatchedCallWarning
+from ejkernel.ops.offline.lowered import ProgramError, UnmatchedCallWarning, labels_of, match, tune_each
 from tests import offline_program, recorded_kernels, recorded_types
 from tests.support import OwnBackward, Plain, Scale
 
@@ -304,6 +304,22 @@ def test_recording_never_breaks_the_program(monkeypatch, tmp_path, caplog):
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b"), jnp.float32)
     jax.export.export(jax.jit(lambda x: executor(recorded_kernels.Anything(), x)))(shape)
     assert "has a symbolic shape" in caplog.text
+
+
+def test_backward_that_is_listed_first_is_tuned_after_its_forward(setting):
+    selector, executor, kernel = setting
+    seen = []
+
+    class Noting(Always):
+        def tune(self, inv, kernel, **kwargs):
+            seen.append((inv.op_id, inv.metadata.get("forward_cfg")))
+            return super().tune(inv, kernel, **kwargs)
+
+    lowered = jax.jit(jax.grad(lambda x: executor(kernel, x, x).sum())).lower(X)
+    calls, _ = match(labels_of(lowered), None)
+    outcomes = list(tune_each(selector, sorted(calls, key=lambda inv: inv.op_id, reverse=True), Noting()))
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert seen == [("harmless", None), ("harmless.vjp", Scale(2))]
 
 
 def test_one_kernel_that_fails_does_not_cost_the_others_their_tuning(setting):

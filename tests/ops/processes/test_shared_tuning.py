@@ -1,7 +1,10 @@
 """Tuning by all processes: candidates spread over them, and kernels that communicate measured by all at once."""
 
 import textwrap
+from types import SimpleNamespace
 
+from ejkernel.ops.processes.shared_tuning import TogetherBench
+from ejkernel.ops.tuning.bench import Rejected
 from tests import processes
 
 SHARDED = """
@@ -223,3 +226,13 @@ def test_what_one_process_tunes_alone_is_not_spread_and_what_communicates_is_gue
     assert b == {}
     assert (a["cfg"], a["guess"], len(a["told"])) == (8, 0, 1)
     assert a["took"] < 60
+
+
+def test_slowest_process_counts_and_a_failure_of_any():
+    nothing = lambda *_: None
+    own = {"timer": None, "forget": nothing, "close": nothing, "set_truth": nothing}
+    bench = SimpleNamespace(measure=lambda order: {7: 1.0, 8: 2.0, 9: 3.0}, **own)
+    failed = {"outcome": "failed", "reason": "no memory"}
+    others = lambda mine: [mine, [5.0, 1.0, failed]]
+    found = TogetherBench(bench, SimpleNamespace(together=others)).measure([7, 8, 9])
+    assert found == {7: 5.0, 8: 2.0, 9: Rejected("failed", "on process 1: no memory")}

@@ -133,6 +133,12 @@ def test_the_environment_names_packs(tmp_path, monkeypatch, no_packages):
     assert PersistentCache(packs=[]).get("x") is None
 
 
+def test_packs_of_the_environment_come_before_those_of_packages(monkeypatch):
+    monkeypatch.setattr(packs, "from_packages", lambda: ["of a package"])
+    monkeypatch.setenv(packs.VARIABLE, f"first.json{os.pathsep}second.json")
+    assert packs.default() == ["first.json", "second.json", "of a package"]
+
+
 def test_urls_in_the_environment_are_not_cut_at_their_colon(monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_PACKS", "gs://bucket/a.json:/b.json::s3://c/d.json")
     assert packs.from_environment() == ["gs://bucket/a.json", "/b.json", "s3://c/d.json"]
@@ -340,6 +346,12 @@ FROM_WORST_TO_BEST = [
 def test_the_better_founded_entry_stays(worse, better):
     assert merging.better(worse, better) is merging.better(better, worse) is better
     assert merging.merge([[worse], [better]]) == merging.merge([[better], [worse]]) == {better.place: better}
+
+
+def test_of_two_equally_founded_entries_the_first_stays():
+    one, two = measured(1), measured(2)
+    assert merging.better(one, two) is one
+    assert merging.better(two, one) is two
 
 
 def test_an_entry_without_statistics_or_provenance_can_be_merged():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -685,6 +686,15 @@ for n in range(rounds):
 strays = len(list(root.rglob(".tmp-*")))
 print(json.dumps({"finished": finished, "strays": strays}))
 """
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(cache, monkeypatch):
+    events, sync, rename = [], os.fsync, os.replace
+    kind = lambda fd: "directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(kind(fd)) or sync(fd))
+    monkeypatch.setattr(os, "replace", lambda *paths: events.append("name") or rename(*paths))
+    cache.put("key", 1)
+    assert events == ["file", "name", "directory"]
 
 
 def test_kill_9_while_writing_loses_no_finished_entry(tmp_path):

@@ -23,7 +23,8 @@ from ejkernel.ops import (
     autotune,
 )
 from ejkernel.ops.tuning.autotuner import TunerSettingError
-from ejkernel.ops.tuning.bench import Bench
+from ejkernel.ops.tuning.bench import Bench, Rejected
+from ejkernel.ops.tuning.history import History
 from ejkernel.ops.tuning.problem import TuningInputsError, outline, with_noise
 from ejkernel.ops.tuning.session import TuningError
 from ejkernel.ops.tuning.shortfall import TuningWarning
@@ -697,6 +698,14 @@ def test_winner_that_left_the_space_does_not_win_again(store):
     assert QUIET.tune(call(kernel, X), kernel, store=store).cfg == Work(FAST)
     kernel = kernel_with(Work(MIDDLE), Work(SLOW))
     assert QUIET.tune(call(kernel, X), kernel, store=store).cfg == Work(MIDDLE)
+
+
+def test_winner_that_was_rejected_since_does_not_win_again(store):
+    kernel, inv = Doubling(), call(Doubling(), X)
+    assert QUIET.tune(inv, kernel, store=store).cfg == Work(FAST)
+    # As a tuning leaves it that was stopped after it had found something wrong with the winner.
+    History(store, inv.key, kernel).reject(Work(FAST), Rejected("wrong", "of late"))
+    assert QUIET.tune(inv, kernel, store=PersistentCache(store.path)).cfg == Work(MIDDLE)
 
 
 class Interrupted(Autotuner):

@@ -35,6 +35,12 @@ def test_calls_that_wait_for_a_core_do_not_count_on_a_cpu():
     assert clock.measure([lambda: time.sleep(next(turns))])[0] < 0.1
 
 
+def test_sample_of_a_cpu_is_the_lower_quartile_of_its_calls(monkeypatch):
+    clock, times = timers.WallClock(wait_for_each=True, sample_s=1e-3), iter([5e-3, 1e-3, 4e-3, 2e-3, 3e-3])
+    monkeypatch.setattr(clock, "_time", lambda call, n: next(times))
+    assert clock.measure([lambda: None]) == [2e-3]
+
+
 def test_first_call_that_waits_for_a_core_does_not_make_a_short_one_long():
     pauses = itertools.chain([0.15], itertools.repeat(0.0005))
     assert timers.WallClock(wait_for_each=True).measure([lambda: time.sleep(next(pauses))])[0] < 0.1

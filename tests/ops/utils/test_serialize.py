@@ -268,6 +268,8 @@ def test_a_new_field_takes_its_default():
         ({"type": "builtins:eval", "value": {"source": "1"}}, "no loaded class"),
         ({"type": classes.name_of(Config), "value": {"extra": {"$what": 1}}}, "not a value that ejkernel wrote"),
         ({"type": classes.name_of(Config), "value": {"extra": {"$dtype": "float33"}}}, "not a value"),
+        ({"type": classes.name_of(Config), "value": {"extra": {"$dtype": "f4,f4"}}}, "not the name of a dtype"),
+        ({"type": classes.name_of(Config), "value": {"extra": {"$dtype": "(9999,9999)f4"}}}, "not the name of a dtype"),
         ([], "must be"),
         ({"type": 3, "value": 3}, "must be"),
     ],

@@ -85,6 +85,19 @@ def test_a_hanging_job_costs_its_limit(shared, job):
     assert shared.run(jobs.add, 1, 1, limit_s=LIMIT) == 2
 
 
+def test_an_interrupted_job_takes_its_worker_along(shared, monkeypatch):
+    def interrupt(limit_s, name):
+        raise KeyboardInterrupt
+
+    pid = shared.run(jobs.process_id, limit_s=LIMIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "_wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            shared.run(jobs.add, 1, 2, limit_s=LIMIT)
+    assert not alive(pid)
+    assert shared.run(jobs.add, 1, 1, limit_s=LIMIT) == 2, "the answer to this job, not to the one before"
+
+
 @pytest.mark.parametrize("job", [jobs.eat_memory, jobs.eat_memory_in_a_child])
 def test_a_job_that_eats_memory_is_killed_at_the_limit(job):
     with ProcessWorker(memory_bytes=600 << 20) as worker:
