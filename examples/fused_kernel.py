@@ -4,6 +4,7 @@ How many tokens to take at a time is the config, forward and backward apart. The
 time and memory with the plain formulation.
 """
 
+import argparse
 from dataclasses import dataclass
 
 import jax
@@ -98,6 +99,9 @@ UNTUNED = Executor(ConfigSelectorChain(autotune=False))  # It has no store, so i
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", type=float, default=20, help="seconds that tuning each pass may take")
+    budget_s = parser.parse_args().budget
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (TOKENS, WIDTH))
     w = jax.random.normal(keys[1], (WIDTH, VOCABULARY)) * 0.1
@@ -105,7 +109,7 @@ def main():
     steps = {fn.__name__: jax.jit(jax.value_and_grad(fn, argnums=(0, 1))) for fn in (plain, guessed, fused)}
 
     result = autotune_lowered(
-        default_executor().chooser, steps["fused"].lower(x, w, labels), tuner=Autotuner(budget_s=20)
+        default_executor().chooser, steps["fused"].lower(x, w, labels), tuner=Autotuner(budget_s=budget_s)
     )
     for entry in result.entries:
         print(f"{entry.op_id}: {entry.cfg}")

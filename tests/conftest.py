@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 # compiled is kept for the run: for later tests, and for the programs that tests start.
 _compiled = tempfile.TemporaryDirectory(prefix="ejkernel-tests-", ignore_cleanup_errors=True)
 _KEEP_COMPILED = {
+    "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": _compiled.name,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -33,6 +34,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items):
+    # Long ones first, so that no worker is left alone with one at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not any(item.get_closest_marker("gpu") or item.get_closest_marker("tpu") for item in items):
         return
     import jax

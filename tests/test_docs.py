@@ -36,7 +36,11 @@ def test_code_blocks_run(page, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-ARGUMENTS = {"demo.py": ["--budget", "10"], "transformer.py": ["--steps", "5"]}
+ARGUMENTS = {
+    "demo.py": ["--budget", "4"],
+    "fused_kernel.py": ["--budget", "3"],
+    "transformer.py": ["--steps", "3"],
+}
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ class Executor:
         try:
             return program(args, kwargs)
         except InputsWanted:
-            # Its shards have their data inside of the transformation only.
+            # Its shards have their data inside the transformation only.
             return self._pipeline.with_inputs(((), {}), lambda: program(args, kwargs))
 
     def _sharded(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -312,7 +312,7 @@ class Executor:
         # First of all: if it is changed by another thread meanwhile, these links are no longer its own.
         links = kernel.__dict__.setdefault(PROGRAMS, Links())
         final = _trace_state.value is _EAGER
-        # Inside of a jitted call batches cannot be seen, and once it is differentiated it is too late to choose.
+        # Inside a jitted call batches cannot be seen, and once it is differentiated it is too late to choose.
         if not final and (batches := _differentiated_batches(kernel, args, kwargs)):
             return self._program(kernel, cfg, batches)
         try:

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from ejkernel.kernels.rms_norm.config import RowParams
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.kernels.rows import RowParams
 from ejkernel.modules import RmsNorm, rms_norm
 from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor

@@ -41,8 +41,9 @@ def ends(tuning):
     return {c.cfg.fault: (c.status, c.reason) for c in tuning.candidates if c.cfg.fault}
 
 
-def test_every_fault_at_once_leaves_the_right_winner_and_the_others_times(tmp_path):
-    faults = ["segfault", "segfault in run", "sleep in run", "raise", "wrong", "exit"]
+@pytest.mark.parametrize("compiler", [[], pytest.param(["segfault"], marks=pytest.mark.full)], ids=["run", "compile"])
+def test_every_fault_at_once_leaves_the_right_winner_and_the_others_times(tmp_path, compiler):
+    faults = [*compiler, "segfault in run", "sleep in run", "raise", "wrong", "exit"]
     kernel = kernel_with(*FRESH, *(Work(FAST, fault) for fault in faults))
     store = PersistentCache(tmp_path / "store")
     tuning = isolated().tune(call(kernel, X), kernel, store=store)
@@ -53,8 +54,7 @@ def test_every_fault_at_once_leaves_the_right_winner_and_the_others_times(tmp_pa
         **dict.fromkeys(faults, "failed"),
         "wrong": "wrong",
     }
-    assert "SIGSEGV" in found["segfault"][1]
-    assert "SIGSEGV" in found["segfault in run"][1]
+    assert all("SIGSEGV" in found[fault][1] for fault in [*compiler, "segfault in run"])
     assert "killed after its limit of 4 s" in found["sleep in run"][1]
     assert "ZeroDivisionError" in found["raise"][1]
     timed = {c.cfg.loops for c in tuning.candidates if c.measurement is not None}
@@ -65,6 +65,7 @@ def test_every_fault_at_once_leaves_the_right_winner_and_the_others_times(tmp_pa
     assert all("in an earlier tuning" in reason for _, reason in ends(again).values())
 
 
+@pytest.mark.full  # The worker's own test is in the short suite.
 def test_candidate_that_allocates_without_end_is_killed_at_the_memory_limit():
     kernel = kernel_with(Work(MIDDLE), Work(FAST, "allocate in run"), Work(FAST))
     tuning = isolated(run_s=100, memory_bytes=1 << 30).tune(call(kernel, X), kernel)
@@ -150,6 +151,7 @@ def test_kernel_that_cannot_be_sent_says_so_and_blames_no_candidate(tmp_path):
     assert store.read_trials(call(kernel, X).key) == []
 
 
+@pytest.mark.full  # The worker's own test is in the short suite.
 def test_options_of_the_caller_hold_in_the_worker():
     with jax.enable_x64(True):
         x = jnp.linspace(0.1, 1, 64, dtype=jnp.float64)

@@ -11,16 +11,17 @@ An axis may name a field of a nested config: `"fwd.block"`.
 """
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.utils.canonical import distinct, same_cfg
+from ejkernel.ops.utils.canonical import distinct, same_cfg, token
 from ejkernel.ops.utils.records import get
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,12 @@ class Space(Generic[Cfg]):
 
     def locate(self, cfg: Cfg) -> Point:
         """Returns the point nearest to any config, one from another shape or an older space included."""
-        return tuple(_nearest(values, get(cfg, name)) for name, values in self.axes.items())
+        return tuple(_nearest(values, get(cfg, name), self._positions[name]) for name, values in self.axes.items())
+
+    @functools.cached_property
+    def _positions(self) -> dict[str, dict[Hashable, int]]:
+        """Where each value of an axis is."""
+        return {name: {token(value): i for i, value in enumerate(values)} for name, values in self.axes.items()}
 
     def around(self, cfg: Cfg, steps: int = 1) -> Iterator[Cfg]:
         """Yields the configs that differ from `cfg` by one position on up to `steps` axes, nearest first.
@@ -187,8 +193,8 @@ def _numeric(values: Iterable[Any]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def _nearest(values: Sequence[Any], value: Any) -> int:
-    if (found := next((i for i, v in enumerate(values) if same_cfg(v, value)), None)) is not None:
+def _nearest(values: Sequence[Any], value: Any, positions: Mapping[Hashable, int]) -> int:
+    if (found := positions.get(token(value))) is not None:
         return found
     if _numeric((*values, value)):
         return min(range(len(values)), key=lambda i: abs(_log(values[i]) - _log(value)))
