@@ -240,11 +240,13 @@ def _keep(
     entries = [entry for entry in stored if entry is not None]
     if cache.in_memory or len(entries) < len(tuned):
         yield f"not kept: results could not be stored in {cache.path}."
-    entries = [*entries, *(entry for entry in others if entry.place not in {own.place for own in entries})]
+    measured = {entry.place for entry in entries}
+    entries = [packs.without_trials(entry) for entry in entries] if no_trials else entries
+    entries += [entry for entry in others if entry.place not in measured]
     if out is not None and not entries:
         yield f"not written: {out}: there is no result to write."
     elif out is not None:
-        packs.write(out, map(packs.without_trials, entries) if no_trials else entries)
+        packs.write(out, entries)
 
 
 def _tune_here(

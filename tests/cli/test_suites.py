@@ -65,9 +65,10 @@ def test_a_pack_counts_as_decided_and_keeps_what_it_holds_of_others(suite, tmp_p
     pack = tmp_path / "here.json"
     assert suite(TAKE, "--only", "few", "--out", pack)[0] == 0
     held = packs.read(pack).entries
-    other = dataclasses.replace(held[0], key=(held[0].place.device, "another.op", "0" * 16))
+    trials = {"candidates": [{"cfg": "a", "status": "raced out"}, {"cfg": "b", "status": "winner"}]}
+    other = dataclasses.replace(held[0], key=(held[0].place.device, "another.op", "0" * 16), statistics=trials)
     packs.write(pack, [*held, other], "here")
-    code, out, err = suite(TAKE, "--out", pack, "--json", store=tmp_path / "elsewhere")
+    code, out, err = suite(TAKE, "--out", pack, "--no-trials", "--json", store=tmp_path / "elsewhere")
     assert code == 0, err
     assert [row["workload"] for row in json.loads(out)["tuned"]] == ["many rows", "many rows"]
     assert sorted({e.place.op_id for e in packs.read(pack).entries}) == [
@@ -76,6 +77,8 @@ def test_a_pack_counts_as_decided_and_keeps_what_it_holds_of_others(suite, tmp_p
         "outside.take.vjp",
     ]
     assert len(packs.read(pack).entries) == 5
+    (kept,) = [e for e in packs.read(pack).entries if e.place.op_id == "another.op"]
+    assert kept.statistics == trials
 
 
 def test_an_entry_of_an_earlier_source_is_measured_again(suite, tmp_path):
