@@ -131,6 +131,8 @@ def _batch(
 
 
 _call.def_impl(_run)
+# JAX 0.12 lowers equations with types of its own (references in an interpreted kernel) to simpler ones: as jit does.
+_call.to_lojax = _run
 _call.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
 mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_call] = _jvp
