@@ -96,41 +96,19 @@ def _hopper_unfit(problem: Problem) -> str | None:
     return config.unsupported(problem)
 
 
-PRODUCT = (
-    Backend(
-        "mosaic",
-        _Product(f"{_HERE}.mosaic", _hopper_unfit, config.space),
-        MosaicConfig,
-        capability=(9, 0),
-        thorough=True,
-    ),
-    Backend(
-        "triton",
-        _Product(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space),
-        TritonConfig,
-        capability=(8, 0),
-        interpret=True,
-    ),
-    Backend("pallas", _Product(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space), TpuConfig, interpret=True),
-    Backend("xla", _Product(f"{_HERE}.xla", xla.unsupported, xla.space), XlaConfig),
-)
-CONTRACTION = (
-    Backend(
-        "mosaic",
-        _Contraction(f"{_HERE}.mosaic_drhs", _hopper_unfit, config.drhs_space),
-        MosaicDrhsConfig,
-        capability=(9, 0),
-        thorough=True,
-    ),
-    Backend(
-        "triton",
-        _Contraction(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space),
-        TritonConfig,
-        capability=(8, 0),
-        interpret=True,
-    ),
-    Backend(
-        "pallas", _Contraction(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space), TpuConfig, interpret=True
-    ),
-    Backend("xla", _Contraction(f"{_HERE}.xla", xla.unsupported, xla.space), XlaConfig),
-)
+def _backends(
+    kind: type[_Functions], hopper: str, params: type, space: Callable[[Problem], list[Any]]
+) -> tuple[Backend, ...]:
+    """The backends of one operation; those for Hopper are two kernels, the others one module each."""
+    triton = kind(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space)
+    pallas = kind(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space)
+    return (
+        Backend("mosaic", kind(hopper, _hopper_unfit, space), params, capability=(9, 0), thorough=True),
+        Backend("triton", triton, TritonConfig, capability=(8, 0), interpret=True),
+        Backend("pallas", pallas, TpuConfig, interpret=True),
+        Backend("xla", kind(f"{_HERE}.xla", xla.unsupported, xla.space), XlaConfig),
+    )
+
+
+PRODUCT = _backends(_Product, f"{_HERE}.mosaic", MosaicConfig, config.space)
+CONTRACTION = _backends(_Contraction, f"{_HERE}.mosaic_drhs", MosaicDrhsConfig, config.drhs_space)
