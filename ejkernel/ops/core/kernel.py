@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import threading
@@ -16,6 +17,7 @@ from jax.core import Tracer
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.core.refusals import REFUSED, InputsWanted
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.utils import arguments, fingerprint
 from ejkernel.ops.utils.services import services
@@ -31,6 +33,8 @@ class Links(dict[Any, Any]):
     latest: Callable[[], Any]
 
 
+# Bound here, because every call looks it up.
+_trace_state, _EAGER = _compat.trace_state, _compat.EAGER
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _SIMPLE = frozenset({str, bytes, bool, int, float, complex, type(None), type})
 
@@ -126,6 +130,25 @@ class Kernel(Generic[Cfg, Out]):
         return {name: value for name, value in inv.abstract_kwargs.items() if is_static(value)}
 
     def __call__(self, /, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        # What every call pays for: most are eager, by position, and like the one before. This much of `Executor.run` is
+        # written out here, because every Python frame takes a twentieth of a small call's time.
+        try:
+            latest = self._ejkernel_programs.latest
+            program = latest()
+            executor = services.executor
+            # Equal is not enough: C(1) == C(1.0).
+            if kwargs or program.cfg is not cfg or program.owner is not executor or _trace_state.value is not _EAGER:
+                program = None
+        except AttributeError:
+            program = None
+        if program is not None:
+            try:
+                return program.call(*args)
+            except InputsWanted:
+                pass
+            except REFUSED as error:
+                with contextlib.suppress(InputsWanted):
+                    return program.recover(error, args, kwargs)
         return services.run(self, cfg, args, kwargs)
 
     @property

@@ -33,13 +33,13 @@ from ejkernel.ops.core.kernel import (
     runs_as_operation,
     tracing,
 )
+from ejkernel.ops.core.refusals import REFUSED, InputsWanted
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.pipeline import (
     Args,
     Attempt,
     Choose,
     Fixed,
-    InputsWanted,
     Kwargs,
     Pipeline,
     any_tracer,
@@ -48,7 +48,7 @@ from ejkernel.ops.execution.pipeline import (
     prepared,
 )
 from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
-from ejkernel.ops.execution.program import REFUSED, Program, bounded
+from ejkernel.ops.execution.program import Program, bounded
 from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.canonical import canonical
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
@@ -149,6 +149,22 @@ class Executor:
         With `mesh=`, under `jax.shard_map`: `in_specs=` is one PartitionSpec, or one entry per positional argument, and
         `out_specs=` is for the output; keyword arguments are whole on every device. The config is chosen for a shard.
         """
+        # As in `Kernel.__call__`: the program of the latest call, if that is like this one.
+        try:
+            latest = kernel._ejkernel_programs.latest
+            program = latest()
+            if kwargs or program.cfg is not cfg or program.owner is not self or _trace_state.value is not _EAGER:
+                program = None
+        except AttributeError:
+            program = None
+        if program is not None:
+            try:
+                return program.call(*args)
+            except InputsWanted:
+                pass
+            except REFUSED as error:
+                with contextlib.suppress(InputsWanted):
+                    return program.recover(error, args, kwargs)
         return self.run(kernel, cfg, args, kwargs)
 
     def run(self, kernel: Kernel[Any, Any], cfg: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -156,7 +172,8 @@ class Executor:
         # What every call pays for: most are eager, and like the one before.
         given = kwargs
         try:
-            program = kernel._ejkernel_programs.latest()
+            latest = kernel._ejkernel_programs.latest
+            program = latest()
             call = program.call
             if kwargs:
                 scalars, call = program.repeat
@@ -482,7 +499,7 @@ def default_executor() -> Executor:
         with _default_lock:
             if _default is None:
                 _default = Executor()
-                services.run = _default.run
+                services.executor, services.run = _default, _default.run
     return _default
 
 
@@ -505,5 +522,5 @@ def set_default_executor(executor: Executor | None) -> None:
         raise ChooserError(f"set_default_executor: expected an Executor, got {type(executor).__name__}.")
     with _default_lock:
         _default = executor
-        services.run = run_by_default if executor is None else executor.run
+        services.executor, services.run = executor, run_by_default if executor is None else executor.run
     context.invalidate()

@@ -21,6 +21,7 @@ from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import Batch, BatchedKernel
 from ejkernel.ops.core.call import demanded
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
+from ejkernel.ops.core.refusals import InputsWanted
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import abstractify
 from ejkernel.ops.utils.meta import label_scope
@@ -37,10 +38,6 @@ class ConfigChooser(Protocol):
     def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """The config to run `inv` with."""
         ...
-
-
-class InputsWanted(Exception):
-    """The config is about to be measured, so the call's own data is needed if there is any."""
 
 
 class Fixed(NamedTuple):

@@ -17,6 +17,7 @@ import jax
 
 from ejkernel import _compat
 from ejkernel.ops.core.kernel import Kernel, runs_as_operation
+from ejkernel.ops.core.refusals import REFUSED, StaticFound
 from ejkernel.ops.utils import arguments
 
 Args = tuple[Any, ...]
@@ -34,14 +35,6 @@ MAX_TRACES = 4096
 _SCALARS = frozenset({bool, int, float, complex, str, type, FunctionType, BuiltinFunctionType})
 _BY_NAME = _SCALARS - {complex}
 """Equal values of one of these types are the same, except for zeros and nan among floats."""
-
-
-class StaticFound(Exception):
-    """Raised while tracing: an argument is a Python scalar, which is static here but an array for `jax.jit`."""
-
-
-REFUSED = (StaticFound, TypeError, ValueError, OverflowError)
-"""What comes of arguments that are not arrays: the first from us, the others from `jax.jit`; integers may be large."""
 
 
 class Program:

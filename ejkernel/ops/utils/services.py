@@ -13,6 +13,8 @@ from typing import Any
 class Services:
     """One attribute per function. They are set as soon as `ejkernel.ops` is imported."""
 
+    executor: Any = None
+    """The default executor; None until there is one."""
     run: Callable[..., Any]
     """`run(kernel, cfg, args, kwargs)` runs a kernel through the default executor."""
     default_chooser: Callable[[], Any]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Kernel, overlay_cache, policy_override, set_default_executor
+from ejkernel.ops import Executor, Kernel, overlay_cache, policy_override, set_default_executor
 from ejkernel.ops.config.selection import ConfigNotFoundError
 from ejkernel.ops.core.kernel import KernelDefinitionError
 from ejkernel.ops.execution import program
@@ -189,17 +189,19 @@ def test_policies_reach_a_call_that_is_repeated():
             executor(kernel, X, other=1)
 
 
-def test_executors_take_turns_with_one_kernel():
+@pytest.mark.parametrize("kwargs", [{}, {"other": 1}], ids=["position", "keyword"])
+def test_executors_take_turns_with_one_kernel(kwargs):
     kernel, executors = Shows(), [new_executor(), new_executor()]
-    key = executors[0].explain(kernel, X, other=1).key
+    key = executors[0].explain(kernel, X, **kwargs).key
     executors[1].chooser.cache.put(*key, Scale(3))
     for _ in range(3):
         for executor, factor in zip(executors, (1, 3), strict=True):
-            assert same(executor(kernel, X, other=1), X * factor)
+            assert same(executor(kernel, X, **kwargs), X * factor)
+        for executor, factor in zip(executors, (1, 3), strict=True):
             set_default_executor(executor)
-            assert same(kernel(X, other=1), X * factor)
+            assert same(kernel(X, **kwargs), X * factor)
     set_default_executor(None)
-    assert same(kernel(X, other=1), X)
+    assert same(kernel(X, **kwargs), X)
 
 
 def test_a_kernel_that_is_changed_is_another_kernel_each_time():
@@ -291,6 +293,96 @@ def test_a_deleted_argument_is_refused():
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         executor(kernel, x, x)
+
+
+# --- Calls by position, which leave out a frame ---
+
+
+def direct(executor):
+    """Calls of the kernel itself, with `executor` as the default."""
+    set_default_executor(executor)
+    return lambda kernel, *args, **kwargs: kernel(*args, **kwargs)
+
+
+@pytest.fixture(params=[lambda executor: executor, direct], ids=["executor", "kernel"])
+def by_position(request):
+    yield request.param
+    set_default_executor(None)
+
+
+def test_static_values_arrays_and_configs_by_position_take_turns(by_position):
+    class Takes(Shows):
+        def run(self, x, held=None, *, cfg):
+            return super().run(x, cfg=cfg, held=held)
+
+    call, kernel = by_position(new_executor()), Takes()
+    one, real = Scale(1), Scale(1.0)
+    values = [(x,) for x in (True, 1, X, 1.0, 0.0, -0.0, np.float16(2), "text", jnp.int8(3))]
+    for given in ((X,), *values, (), *reversed(values), ()):
+        for _ in range(2):
+            want = len("text") if given == ("text",) else given[0] if given else X
+            assert same(call(kernel, X, *given), jnp.asarray(want)), given
+    for cfg in (one, real, one, Scale(1.0), None):
+        for _ in range(2):
+            assert same(call(kernel, jnp.arange(3), cfg=cfg), jnp.arange(3) * (1 if cfg is None else cfg.factor))
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, AttributeError, KeyError])
+def test_errors_of_a_call_by_position_arrive_unchanged_and_once(by_position, error):
+    class Fails(Plain):
+        traces = 0
+
+        def run(self, x, y, *, cfg):
+            type(self).traces += 1
+            if x.shape == (2,):
+                raise error("from the kernel")
+            return x
+
+    call, kernel = by_position(new_executor()), Fails()
+    for _ in range(2):
+        assert same(call(kernel, X, X), X)
+        with pytest.raises(error, match="from the kernel") as caught:
+            call(kernel, X[:2], X)
+        assert caught.value.__context__ is None
+    assert Fails.traces == 3
+
+
+def test_a_call_by_position_is_traced_tuned_and_changed_like_any_other(by_position):
+    executor, kernel = new_executor(), IgnoresVjp()
+    call = by_position(executor)
+    total = lambda x: call(kernel, x, X).sum()
+    key = executor.explain(kernel, X, X).key
+    assert same(call(kernel, X, X), 2 * X)
+    assert same(jax.grad(total)(X), jnp.full(3, 5.0))
+    assert same(jax.vmap(jax.grad(total))(jnp.stack([X, X])), jnp.full((2, 3), 5.0))
+    with policy_override(autotune="frozen"), pytest.raises(ConfigNotFoundError):
+        call(kernel, X, X)
+    executor.chooser.cache.put(*key, Scale(4))
+    with policy_override(autotune="frozen"):
+        assert same(call(kernel, X, X), 2 * X)
+    kernel.jit = False
+    seen = []
+    kernel.run = lambda x, y, *, cfg: seen.append(x) or x
+    assert same(call(kernel, X, X), X)
+    assert not isinstance(seen[0], jax.core.Tracer)
+
+
+def test_a_call_by_position_that_measures_gets_its_data(by_position):
+    class Measures:
+        data = None
+
+        def needs_inputs(self, inv, kernel):
+            return inv.args[0].shape == (2,)
+
+        def choose(self, inv, kernel):
+            self.data = inv.args[0]
+            return Scale()
+
+    chooser, kernel = Measures(), Plain()
+    call = by_position(Executor(chooser))
+    for x in (X, X[:2]):
+        call(kernel, x, x)
+    assert same(chooser.data, X[:2])
 
 
 # --- Memory ---
