@@ -275,6 +275,8 @@ class Served:
             guessed = self._guessed.get(group, set())
             # Near shapes are affected only by new configs: not by those that this cache held, or has given, before.
             new = self._held.get(key) != for_others and (key in guessed or not answers)
+            if len(self._held) >= MAX_SERVED:
+                self._held.clear()  # What was held counts as new, and is looked for once more than needed.
             self._held[key] = for_others
             if all(answer == held for answer in answers) and not (new and guessed - {key}):
                 return

@@ -341,7 +341,9 @@ class Executor:
             if not is_frozen(cfg):
                 return program
             program.cfg = cfg
-            self._table(kernel)[cfg, final] = program
+            table = self._table(kernel)
+            table.pop((cfg, final), None)
+            bounded(table, (cfg, final), program)
         if final:
             links.latest = weakref.ref(program)
         return program

@@ -33,7 +33,9 @@ class Agreement:
     index: int
     count: int
     known: dict[str, Any] = field(default_factory=dict)
-    """The agreed values by place."""
+    """The values by place that were agreed on last; the others are read again, because they stay at their places."""
+    tuned: dict[str, Any] = field(default_factory=dict)
+    """What all processes found in their last tuning on demand, by place. Always kept: no place says which was last."""
     tunings: dict[str, int] = field(default_factory=dict)
     """How often a call was tuned on demand, at least, by place."""
     _patience_s: float = field(default_factory=lambda: _MOMENT_S)
@@ -44,6 +46,13 @@ class Agreement:
         """Lets only one thread of this process at a time use a place."""
         with self._lock:
             return self._locks.setdefault(place, threading.RLock())
+
+    def remember(self, place: str, value: Any) -> None:
+        """Keeps an agreed value at hand."""
+        with self._lock:
+            self.known[place] = value
+            if len(self.known) > MAX_KNOWN:
+                del self.known[next(iter(self.known))]
 
     def arrive(self, place: str) -> bool:
         """Counts this process; returns whether all of them have come now."""
@@ -94,6 +103,9 @@ class Agreement:
         found = {process: self.read(f"{place}/{process}", deadline - time.monotonic()) for process in others}
         return {process: value for process, value in found.items() if value is not None}
 
+
+MAX_KNOWN = 4096
+"""How many agreed values a process keeps at hand."""
 
 _PREFIX = "ejkernel/agreement/"
 _MOMENT_S, _SHORTEST_S = 1.0, 0.05

@@ -47,8 +47,7 @@ class JointSelection:
 
     def known(self, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Agreed | None:
         """The choice that was made for a call; configs that this process alone has found since do not count."""
-        known = self._all.known
-        return known.get(_place(inv, kernel)) or known.get(_place(inv, kernel, policy))
+        return self._all.tuned.get(_place(inv, kernel)) or self._all.known.get(_place(inv, kernel, policy))
 
     def choose(self, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Agreed:
         """The config that all processes run `inv` with.
@@ -61,7 +60,8 @@ class JointSelection:
         with self._all.alone(place):
             agreed = self.known(inv, kernel, policy)
             if agreed is None:
-                agreed = self._all.known[place] = self._take(inv, kernel, self._choice(place, inv, kernel, policy))
+                agreed = self._take(inv, kernel, self._choice(place, inv, kernel, policy))
+                self._all.remember(place, agreed)
             return agreed
 
     def _choice(self, place: str, inv: Inv, kernel: AnyKernel, policy: AutotunePolicy) -> Data:
@@ -162,7 +162,7 @@ class JointSelection:
                 found = self._all.insert(f"{place}/value", {**mine, "joint": joint})
             agreed = None if "error" in found else self._take(inv, kernel, found)
             if agreed is not None and found["joint"] and found["measured"]:
-                self._all.known[_place(inv, kernel)] = agreed
+                self._all.tuned[_place(inv, kernel)] = agreed
         if failure is not None:
             # Raised only now: the others have an answer, and this process has it too.
             raise failure

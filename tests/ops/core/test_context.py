@@ -178,6 +178,14 @@ def test_book_that_is_full_has_everyone_ask_again(monkeypatch):
     assert invalidated == [1]
 
 
+def test_puts_that_nobody_asks_for_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(context, "MAX_SERVED", 4)
+    served = context.Served()
+    for n in range(20):
+        served.changed(("device", "op", f"{n}"), Scale(n))
+    assert len(served._held) <= 4
+
+
 def test_entry_without_a_signature_has_nothing_traced_again(tmp_path):
     store, traces = PersistentCache(tmp_path), []
     executor, kernel = Executor(ConfigSelectorChain(persistent=store)), Plain()

@@ -426,3 +426,19 @@ def test_shapes_that_never_come_again_do_not_fill_the_memory(monkeypatch, how):
     assert len(alive) > 4
     assert sum(ref() is not None for ref in alive) <= 3
     assert call(3).shape == (3,)
+
+
+def test_configs_that_equal_only_themselves_do_not_fill_the_memory(monkeypatch):
+    @dataclass(frozen=True, eq=False)
+    class Own:
+        factor: int
+
+    class Takes(Shows):
+        def heuristic_cfg(self, inv):
+            return Own(1)
+
+    monkeypatch.setattr(program, "MAX_VARIANTS", 8)
+    executor, kernel = new_executor(), Takes()
+    for _ in range(50):
+        assert same(executor(kernel, X, cfg=Own(2)), 2 * X)
+    assert len(executor._table(kernel)) <= 8
