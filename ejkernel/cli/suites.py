@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.cli import calls, jax_start, operations
 from ejkernel.cli.calls import Call
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import on_its_platform, source_of
+from ejkernel.ops.config.asking import heuristic, on_its_platform, source_of
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.core.kernel import Kernel, has_own_gradient
 from ejkernel.ops.core.operation import Operation
 from ejkernel.ops.core.workload import Workload
+from ejkernel.ops.execution.executor import Executor, set_default_executor
 from ejkernel.ops.execution.pipeline import backward_invocation, prepared
 from ejkernel.ops.store import provenance
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.records import ConfigMismatchError
+from ejkernel.ops.utils.services import services
 
 
 class NamedCall(NamedTuple):
@@ -57,7 +60,7 @@ def find(name: str, only: Sequence[str] = ()) -> list[NamedCall]:
     chosen = [w for w in workloads if not only or any(map(_matcher(w.name), only))]
     if not chosen:
         raise EjkernelError(f"--only: no workload matches {', '.join(only)}. There are: {_quoted(workloads)}.")
-    return [NamedCall(w.name, inv) for w in chosen for inv in _calls(kernel, w)]
+    return [NamedCall(w.name, inv) for w in chosen for inv in _with_data(calls_of(kernel, w), w)]
 
 
 def _matcher(name: str) -> Callable[[str], bool]:
@@ -68,16 +71,56 @@ def _quoted(workloads: Sequence[Workload]) -> str:
     return ", ".join(repr(w.name) for w in workloads)
 
 
-def _calls(kernel: Operation[Any, Any], workload: Workload) -> list[Call]:
-    """The forward of a workload, and its backward if that has configs of its own."""
-    if workload.draw is None:
-        args, kwargs = workload.abstract()
-        forward = calls.abstract(kernel, args, kwargs, f"the workload {workload.name!r}")
-    else:  # Only it knows which integers are legal.
-        args, kwargs = prepared(kernel, *workload.inputs())
-        forward = Invocation(kernel=kernel, args=jax.device_get(args), kwargs=kwargs)
+def calls_of(kernel: Operation[Any, Any], workload: Workload) -> list[Call]:
+    """The forward of a workload and what is tuned of its gradient: its backward, or calls of other operations."""
+    args, kwargs = workload.abstract()
+    forward = calls.abstract(kernel, args, kwargs, f"the workload {workload.name!r}")
     own = BackwardKernel.of(kernel)
     if own is None:
-        return [forward]
+        return [forward, *_calls_in_gradient(kernel, args, kwargs, forward)]
     backward = backward_invocation(own, on_its_platform(forward, kernel))
     return [forward, replace(backward, args=forward.args, kwargs=forward.kwargs)]
+
+
+def _with_data(found: Sequence[Call], workload: Workload) -> Iterator[Call]:
+    """Calls with the data of their workload, if it has some: only it knows which integers are legal."""
+    forward = found[0]
+    if workload.draw is not None and forward.kernel is not None:
+        args, kwargs = prepared(forward.kernel, *workload.inputs())
+        forward = replace(forward, args=jax.device_get(args), kwargs=kwargs)
+    for inv in found:
+        has_its_arguments = inv is found[0] or isinstance(inv.kernel, BackwardKernel)
+        yield replace(inv, args=forward.args, kwargs=forward.kwargs) if has_its_arguments else inv
+
+
+class _Asked:
+    """A chooser that guesses, and notes who asked."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, str], Call] = {}
+
+    def choose(self, inv: Call, kernel: Kernel[Any, Any]) -> Any:
+        abstract = {"args": inv.abstract_args, "kwargs": inv.abstract_kwargs, "platform": None}
+        self.calls[inv.op_id, inv.call_key] = replace(inv, kernel=kernel, **abstract)
+        return heuristic(inv, kernel)
+
+
+def _calls_in_gradient(kernel: Kernel[Any, Any], args: Any, kwargs: Any, forward: Call) -> list[Call]:
+    """The calls of other operations that the gradient of a call makes; nothing is run."""
+    if not has_own_gradient(kernel):
+        return []
+    asked, default = _Asked(), services.executor
+    moving = [i for i, x in enumerate(args) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def gradients(*args: Any) -> Any:
+        put = lambda moved: [*(moved[moving.index(i)] if i in moving else x for i, x in enumerate(args))]
+        out, pull = jax.vjp(lambda *moved: kernel(*put(moved), **kwargs), *(args[i] for i in moving))
+        return pull(jax.tree.map(jnp.zeros_like, out))
+
+    # An executor that has traced nothing yet: it asks for every call.
+    set_default_executor(Executor(asked))
+    try:
+        jax.eval_shape(gradients, *args)
+    finally:
+        set_default_executor(default)
+    return [inv for key, inv in asked.calls.items() if key != (forward.op_id, forward.call_key)]

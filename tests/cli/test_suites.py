@@ -3,11 +3,14 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
 from ejkernel.cli import main
+from ejkernel.modules import GroupedMatmul, grouped_matmul
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.store import packs
+from ejkernel.ops.utils import meta
 
 TAKE = "tests.outside_operation:Take"
 QUICK = ("--isolation", "thread", "--budget", "20")
@@ -37,6 +40,17 @@ def test_workloads_of_this_device_are_listed_with_their_backward(suite):
         ("4096 x 1024, float32", "rms_norm.vjp", "open"),
     ]
     assert "4096 x 1024, float32  rms_norm.vjp" in suite("rms_norm", "--list")[1]
+
+
+def test_calls_that_a_gradient_makes_are_part_of_a_suite(suite):
+    _, out, _ = suite("grouped_matmul", "--list", "--json")
+    listed = {(row["op_id"], row["call_key"]) for row in json.loads(out)}
+    (workload,) = GroupedMatmul.workloads("cpu")
+    lhs, rhs, sizes = workload.abstract()[0]
+    total = lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes).sum()
+    labels = meta.find_labels_in_lowered(jax.jit(jax.value_and_grad(total, (0, 1))).lower(lhs, rhs, sizes))
+    assert listed == {(parts.op_id, parts.call_key) for parts in map(meta.parse_label, labels)}
+    assert {op_id for op_id, _ in listed} == {"grouped_matmul", "grouped_matmul_drhs"}
 
 
 def test_a_suite_of_an_outside_author_is_tuned_once_and_goes_on_where_it_was(suite, tmp_path):
