@@ -126,7 +126,7 @@ def _contenders(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], selector: C
 
 
 def _backends(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[Contender]:
-    """Implementations by platform; a second one for the same platform is named by its method."""
+    """Backends by platform; a second one for the same platform is named by its method."""
     is_backward, seen = isinstance(kernel, BackwardKernel), set()
     for platform, run in dispatch.implementations(asking.source_of(kernel), inv.context):
         cfg, reason = _guess(inv, kernel, platform)

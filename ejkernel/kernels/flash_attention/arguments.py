@@ -64,7 +64,7 @@ class Extras(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """A call after `canonical`, as every implementation takes it."""
+    """A call after `canonical`, as every backend takes it."""
 
     query: Any
     key: Any

@@ -29,7 +29,7 @@ Seen on an H200 with JAX 0.11.2, also through `jax.nn.dot_product_attention`: th
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-    """Why cuDNN cannot serve a call; None if it can."""
+    """Why cuDNN does not support a call; None if it does."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     given = [name for name, x in extras._asdict().items() if x is not None]
     if given:

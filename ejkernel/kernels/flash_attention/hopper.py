@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-    """Why the Hopper kernels cannot serve a call; None if they can."""
+    """Why the Hopper kernels do not support a call; None if they do."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     for name in ("bias", "mask", "q_positions", "dropout_seed"):
         if getattr(extras, name) is not None:

@@ -1,4 +1,4 @@
-"""What every implementation does to a tile of scores, written once: positions, masks, dropout, sinks."""
+"""What every backend does to a tile of scores, written once: positions, masks, dropout, sinks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def unsupported(
     scale: float | None = None,
     compute_capability: str | None = None,
 ) -> str | None:
-    """Returns why these arrays cannot be served, or `None` if they can.
+    """Returns why these arrays are not supported, or `None` if they are.
 
     Reads shapes and dtypes only. Bias, boolean masks, dropout and attention sinks have no argument here: a call that
     needs them uses another backend. `compute_capability` is the device's, such as "9.0"; `None` leaves it unchecked.

@@ -26,7 +26,7 @@ _SIZES = (256, 512, 1024)
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-    """Why this backend cannot serve a call; None if it can."""
+    """Why this backend does not support a call; None if it does."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     if 0 in (query.size, key.size, value.size):
         return "this kernel takes no empty arrays"

@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def unsupported(query: Any, extras: Extras, rules: Rules) -> str | None:
-    """Why the Pallas kernels cannot serve a call; None if they can."""
+    """Why the Pallas kernels do not support a call; None if they do."""
     for name in ("bias", "mask", "q_positions"):
         if getattr(extras, name) is not None:
             return f"this kernel takes no {name}"

@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-    """Why this backend cannot serve a call; None if it can."""
+    """Why this backend does not support a call; None if it does."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     if max(query.shape[3], value.shape[3]) > 256:
         return f"head dims must be at most 256, got {query.shape[3]} and {value.shape[3]}"

@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-    """Why a call cannot be served; None if it can."""
+    """Why this backend does not support a call; None if it does."""
     return rows.unsupported(inv.args[0])
 
 

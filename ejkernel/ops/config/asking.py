@@ -59,7 +59,7 @@ def _depth(cls: type, method: Callable[..., Any]) -> int:
 
 
 def accepts(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> bool:
-    """Whether a config of another shape may be used for `inv`: it is a candidate, on a platform that supports it."""
+    """Whether a config of another shape may be used for `inv`: it is a candidate, of a backend that supports it."""
     return refusal(inv, kernel, cfg) is None and _in_space(candidates(inv, kernel), cfg)
 
 
@@ -130,10 +130,10 @@ def source_line(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> str:
 
 
 def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invocation[Any, Any]:
-    """The call with the platform that would serve it, on which guess and candidates may depend.
+    """The call with the platform of the backend that would run it, on which guess and candidates may depend.
 
     Raises:
-      UnsupportedCallError: No implementation can.
+      UnsupportedCallError: No backend supports it.
     """
     if inv.platform is not None:
         return inv
@@ -149,7 +149,7 @@ def on_its_platform(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Invo
 def run_with(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs the implementation that `cfg` and the call's platform select, without choosing, labels or gradients."""
+    """Runs the backend that `cfg` and the call's platform name, without choosing, labels or gradients."""
     platform = dispatch.forced_platform(kernel, cfg) or inv.platform
     if platform is None:
         platform, run = next(dispatch.implementations(kernel, inv.context))

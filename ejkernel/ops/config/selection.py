@@ -386,7 +386,7 @@ class ConfigSelectorChain:
             shapes = ", ".join(str(x.shape) for x in arguments.split((inv.abstract_args, inv.abstract_kwargs))[0])
             warnings.warn(
                 f"{inv.op_id}: a call with symbolic dimensions ({shapes}) cannot be tuned and runs with the kernel's "
-                "guess. Pass cfg=, or put a config that serves all sizes into a cache.",
+                "guess. Pass cfg=, or put a config for all sizes into a cache.",
                 SymbolicCallWarning,
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Backends: the implementations of an operation, each with its requirements for the device and the call."""
+"""Backends: the ways to run an operation, each with its requirements for the device and the call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ejkernel.ops.utils.fingerprint import compute_capability, device_kind
 Platform = Literal["triton", "mosaic", "cudnn", "pallas", "xla"]
 """What a config's `platform` may name: any of them, so that a new backend leaves the config class as it is."""
 KINDS = {"triton": ("gpu",), "mosaic": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu",), "xla": ("cpu", "gpu", "tpu")}
-"""The kinds of devices that each platform compiles for."""
+"""The kinds of devices that each backend compiles for."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an operation.
+    """One way to run an operation.
 
     `source` holds its functions. It is the name of a module, which is imported when it is first needed, or any object.
     Arguments are those of the call, as `prepare` leaves them:
@@ -28,11 +28,11 @@ class Backend:
     - `forward(*args, params, **kwargs) -> (out, residuals)`;
     - `backward(residuals, out, dout, *args, params, **kwargs) -> grads`, one per positional argument;
     - `run(*args, params, **kwargs) -> out`, optional: the forward of a call that is not differentiated;
-    - `unsupported(inv, *, backward) -> str | None`, optional: why a call cannot be served;
+    - `unsupported(inv, *, backward) -> str | None`, optional: why it does not support a call;
     - `forward_space(inv)` and `backward_space(inv)`, optional: the params to choose from, the guess first.
 
     Attributes:
-      platform: The name of the implementation: one of `triton`, `mosaic`, `cudnn`, `pallas`, `xla`.
+      platform: Its name: one of `triton`, `mosaic`, `cudnn`, `pallas`, `xla`.
       source: Where its functions are.
       fwd: The class of the forward's params; None if it has none.
       bwd: The class of the backward's params; None if it has none.
@@ -59,7 +59,7 @@ class Backend:
         return importlib.import_module(self.source) if isinstance(self.source, str) else self.source
 
     def refusal(self, inv: Invocation[Any, Any], *, backward: bool, interpret: bool) -> str | None:
-        """Why it cannot serve a call here; None if it can."""
+        """Why it does not support a call here; None if it does."""
         return self._unfit_device(interpret and self.interpret) or self._unfit_call(inv, backward)
 
     def _unfit_device(self, interpreted: bool) -> str | None:
@@ -89,7 +89,7 @@ class Backend:
         return space
 
     def checked(self, op_id: str, params: Any, *, backward: bool) -> Any:
-        """`params`, if they are of the class that the implementation takes."""
+        """`params`, if they are of the class that the backend takes."""
         name, wanted = ("bwd_params", self.bwd) if backward else ("fwd_params", self.fwd)
         if params is not None and (wanted is None or not isinstance(params, wanted)):
             takes = "None" if wanted is None else wanted.__name__
@@ -100,4 +100,4 @@ class Backend:
 
 
 class ParamsTypeError(KernelDefinitionError):
-    """A config holds params of another implementation than the one it names."""
+    """A config holds params of another backend than the one it names."""

@@ -94,7 +94,7 @@ def _jvp(primals: Any, tangents: Any, *, consts: int, batching: Batching, fixed:
     except NotImplementedError:
         if seen is None:
             raise
-        found = differentiated(equations)  # The equations of an implementation that supports the call.
+        found = differentiated(equations)  # The equations of a backend that supports the call.
     outs, outs_dot = found
     return outs, [_symbolic(x, t) for x, t in zip(outs, outs_dot, strict=True)]
 

@@ -293,7 +293,7 @@ _PENDING = _Pending()
 
 
 def _group(key: Hashable) -> Hashable:
-    """Device and operation, within which one call's config may serve another."""
+    """Device and operation, within which one call's config may be used for another."""
     return key[:2] if isinstance(key, tuple) and len(key) == 3 else key
 
 

@@ -1,4 +1,4 @@
-"""Which method of a kernel serves a call on this device, in this context."""
+"""Which method of a kernel runs a call on this device, in this context."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ALL_PLATFORMS = ("triton", "mosaic", "cudnn", "pallas", "xla")
 
 
 class UnsupportedCallError(EjkernelError, NotImplementedError):
-    """No implementation of a kernel can serve a call; the message lists each with its reason."""
+    """No backend of a kernel supports a call; the message lists each with its reason."""
 
     def __init__(self, inv: Invocation[Any, Any], reasons: Mapping[str, str]) -> None:
         lines = [f"  {platform}: {reason}" for platform, reason in reasons.items()]
         shapes = ", ".join(str(x) for x in inv.abstract_args)
-        super().__init__("\n".join([f"{inv.op_id}: no implementation serves ({shapes}).", *lines]))
+        super().__init__("\n".join([f"{inv.op_id}: no backend supports ({shapes}).", *lines]))
         self.reasons = dict(reasons)
 
 
 class PlatformError(EjkernelError, ValueError):
-    """A config names a platform that does not exist or that the kernel does not implement."""
+    """A config names a backend that does not exist or that the kernel does not have."""
 
 
 def current_context() -> str | None:
@@ -107,7 +107,7 @@ def forced_implementation(kernel: Kernel[Any, Any], context: str | None, platfor
 
 
 def refusal(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], platform: str) -> str | None:
-    """Why the kernel does not serve `inv` on `platform`; None if it does."""
+    """Why the backend named `platform` does not support `inv`; None if it does."""
     try:
         answer = kernel.supports(inv, platform)
     except NotImplementedError as error:

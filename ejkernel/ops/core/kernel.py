@@ -102,7 +102,7 @@ class Kernel(Generic[Cfg, Out]):
         return args, kwargs
 
     def supports(self, inv: Invocation[Cfg, Out], platform: str) -> bool | str:
-        """Whether the implementation for `platform` supports `inv`; a text means no and gives the reason."""
+        """Whether the backend named `platform` supports `inv`; a text means no and gives the reason."""
         return True
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
@@ -270,7 +270,7 @@ class Invocation(Generic[Cfg, Out]):
 
 
 def has_own_gradient(kernel: Kernel[Any, Any]) -> bool:
-    """Whether a kernel has a gradient of its own on any platform."""
+    """Whether a kernel has a gradient of its own in any backend."""
     return any(name == "custom_vjp" or name.startswith("fwd_with_residuals") for name in dir(kernel))
 
 

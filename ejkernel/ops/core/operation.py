@@ -27,7 +27,7 @@ class OperationArgumentError(EjkernelError, ValueError):
 
 
 class Operation(Kernel[Cfg, Out]):
-    """A kernel whose implementations are listed in `backends`, the most promising first.
+    """A kernel whose ways to run are listed in `backends`, the most promising first.
 
     The config class is a frozen dataclass with `fwd_params`, `platform` and, for a `DifferentiableOperation`,
     `bwd_params`. A subclass writes `arguments`, which checks the arguments of a call, and `reference`. JAX
@@ -81,10 +81,10 @@ class Operation(Kernel[Cfg, Out]):
         """Checks the arguments of a call and brings them into the form that all backends take."""
         return args, kwargs
 
-    # --- What serves a call ---
+    # --- What supports a call ---
 
     def supports(self, inv: Invocation[Any, Any], platform: str) -> bool | str:
-        """Whether `platform` can serve the call, or its backward if `inv` is one."""
+        """Whether the backend named `platform` supports the call, or its backward if `inv` is one."""
         asked = inv.kwargs.get("platform")
         if asked not in (None, platform):
             return f"the call asks for platform={asked!r}"
@@ -107,7 +107,7 @@ class Operation(Kernel[Cfg, Out]):
         return self.backends
 
     def serving(self, inv: Invocation[Any, Any], *, backward: bool = False) -> list[Backend]:
-        """The backends that can serve a call, the most promising first."""
+        """The backends that support a call, the most promising first."""
         asked = inv.kwargs.get("platform")
         order = list(self.ranked(inv, backward=backward))
         if self.interpret:
@@ -119,11 +119,11 @@ class Operation(Kernel[Cfg, Out]):
     # --- Configs ---
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Cfg:
-        """The guess of the most promising backend that serves the call."""
+        """The guess of the most promising backend that supports the call."""
         return self._cfgs(inv, self._first(inv, backward=False), backward=False)[0]
 
     def config_space(self, inv: Invocation[Any, Any]) -> list[Cfg]:
-        """The params of every backend that serves the call."""
+        """The params of every backend that supports the call."""
         return self._space(inv, backward=False)
 
     def _first(self, inv: Invocation[Any, Any], *, backward: bool) -> Backend:
@@ -214,13 +214,13 @@ class DifferentiableOperation(Operation[Cfg, Out]):
             _bind(cls, method, backend)
 
     def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> Cfg:
-        """The forward's own backend if its backward serves the call, else the most promising one that does."""
+        """The forward's own backend if its backward supports the call, else the most promising one that does."""
         serving = self.serving(inv, backward=True)
         same = next((b for b in serving if b.platform == inv.platform), None)
         return self._cfgs(inv, same or self._first(inv, backward=True), backward=True)[0]
 
     def config_space_vjp(self, inv: Invocation[Any, Any]) -> list[Cfg]:
-        """The params of every backend whose backward serves the call."""
+        """The params of every backend whose backward supports the call."""
         return self._space(inv, backward=True)
 
     def cfg_vjp(self, cfg: Any) -> Any:

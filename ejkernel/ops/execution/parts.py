@@ -83,7 +83,7 @@ class Part:
         try:
             return part.bind(operands, attempt)
         except NotImplementedError:
-            return None  # The equations are those of an implementation that supports the call.
+            return None  # The equations are those of a backend that supports the call.
 
     def _choose(self, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         return self.choose([replace(b, dims=b.dims[self.first :]) for b in batches], data)
@@ -243,7 +243,7 @@ class WholeCall:
         return flat.restore(self._bound(part, arrays, first))
 
     def _with_residuals(self, first: Attempt, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-        """`fwd_with_residuals` of the attempt that serves the call, or of the next one that can."""
+        """`fwd_with_residuals` of the attempt that runs the call, or of the next one that can."""
         kernel, run = self.fixed.kernel, self.pipeline.labelled
         if residual_pair(kernel, first) is None:
             # With its gradient: the backward is a function of the arguments, so the gradient of a gradient works too.

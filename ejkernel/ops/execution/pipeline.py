@@ -49,7 +49,7 @@ class Fixed(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One implementation that may serve a call, with the config that it would get."""
+    """One backend that may run a call, with the config that it would get."""
 
     inv: Invocation[Any, Any]
     platform: str
@@ -86,7 +86,7 @@ class Pipeline:
 
         Raises:
           InputsWanted: The chooser will measure; call again inside `with_inputs`.
-          UnsupportedCallError: No implementation serves the call.
+          UnsupportedCallError: No backend supports the call.
         """
         from ejkernel.ops.execution.parts import WholeCall
 
@@ -141,12 +141,12 @@ class Pipeline:
         data = dict(zip(("args", "kwargs"), inputs, strict=True))
         return lambda inv, kernel: self.chooser.choose(replace(inv, **data), kernel)
 
-    # --- Choosing an implementation and its config ---
+    # --- Choosing a backend and its config ---
 
     def attempts(
         self, inv: Invocation[Any, Any], reasons: dict[str, str], choose: Choose | None = None
     ) -> Iterator[Attempt]:
-        """The implementations that may serve `inv`, best first; `reasons` collects why the others may not."""
+        """The backends that may run `inv`, best first; `reasons` collects why the others may not."""
         kernel, explicit = inv.kernel, inv.override_cfg
         assert kernel is not None
         if explicit is not None:
@@ -164,7 +164,7 @@ class Pipeline:
             named = dispatch.forced_platform(kernel, cfg)
             if named not in (None, platform):
                 yield from self._forced(inv, named, cfg, reasons)
-                # The chosen backend cannot serve the call after all: continue with the guess of this one.
+                # The chosen backend does not support the call after all: continue with the guess of this one.
                 cfg = heuristic(here, kernel)
                 if dispatch.forced_platform(kernel, cfg) not in (None, platform):
                     continue
@@ -188,7 +188,7 @@ class Pipeline:
         *,
         ask: bool = False,
     ) -> Attempt:
-        """The first implementation that may serve a batch of calls like `inv`, with the config chosen for the batch.
+        """The first backend that may run a batch of calls like `inv`, with the config chosen for the batch.
 
         Raises:
           InputsWanted: The chooser will measure, and the caller said to `ask` for the batch's data then.
@@ -283,7 +283,7 @@ def residual_pair(kernel: Kernel[Any, Any], attempt: Attempt) -> tuple[Callable[
 
 
 def _check_pair(kernel: Kernel[Any, Any]) -> None:
-    """Refuses a kernel that has only half of a gradient on all platforms: JAX would differentiate `run`."""
+    """Refuses a kernel that has only half of a gradient in all backends: JAX would differentiate `run`."""
     pair = ("fwd_with_residuals", "vjp")
     missing = [m for m in pair if not any(name == m or name.startswith(f"{m}_") for name in dir(kernel))]
     if missing and not hasattr(kernel, "custom_vjp"):

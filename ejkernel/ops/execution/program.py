@@ -1,6 +1,6 @@
 """From an eager call to its compiled program: JAX's own dispatch does the work if all arguments are arrays.
 
-Four ways to call, each tried only when the one before it cannot serve the arguments: let JAX flatten everything; name
+Four ways to call, each tried only when the one before it cannot take the arguments: let JAX flatten everything; name
 the static keywords to JAX; take top-level Python scalars out first; flatten everything here and take every static leaf
 out.
 """
@@ -40,9 +40,9 @@ _BY_NAME = _SCALARS - {complex}
 class Program:
     """Every compiled variant of one kernel with one fixed config, or with none.
 
-    `call` serves calls by position, and `ways` those with keywords of these names; `way` finds either. It raises one of
-    `REFUSED` for static arguments that it does not know; then `recover` serves the call, and has such calls served from
-    then on. `repeat` is a set of static keywords, and what serves the positional arguments of calls with these very
+    `call` runs calls by position, and `ways` those with keywords of these names; `way` finds either. It raises one of
+    `REFUSED` for static arguments that it does not know; then `recover` runs the call, and such calls find their way
+    from then on. `repeat` is a set of static keywords, and what takes the positional arguments of calls with these very
     objects. `before`, if given, sees the arguments of every call. `owner` and `cfg` are what callers compare theirs
     with: the very objects make looking closer unnecessary.
     """
@@ -84,7 +84,7 @@ class Program:
             return self.recover(error, args, kwargs)
 
     def way(self, kwargs: Kwargs) -> Callable[..., Any]:
-        """What serves calls with keywords of these names, if the same ones are static and nothing else is."""
+        """What runs calls with keywords of these names, if the same ones are static and nothing else is."""
         if not kwargs:
             return self.call
         return self.ways.get(names := tuple(kwargs)) or bounded(self.ways, names, self._new_way(kwargs))
@@ -97,7 +97,7 @@ class Program:
         return self._observed(self._named_variant(kwargs))
 
     def recover(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
-        """Serves a call that its way could not, or raises `error` if it was not about static arguments."""
+        """Runs a call that its way could not, or raises `error` if it was not about static arguments."""
         if not self._jit or not self._is_about_statics(error, args, kwargs):
             raise error
         self._leave_way(kwargs)
@@ -174,7 +174,7 @@ class Program:
         return self._named.get(names) or bounded(self._named, names, self._new_optimistic((), (), names))
 
     def _call_scalars(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Serves calls all of whose keywords are static."""
+        """Runs calls all of whose keywords are static."""
         try:
             variant = self._scalars[*kwargs, *kwargs.values(), *map(type, kwargs.values())]
         except (KeyError, TypeError):

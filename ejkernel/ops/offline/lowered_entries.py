@@ -194,7 +194,7 @@ def _programs(job: Job, kernel: Kernel[Any, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _platform(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, backward: bool) -> str:
-    """The platform that serves the call with this config."""
+    """The platform of the backend that runs the call with this config."""
     named = dispatch.forced_platform(kernel, cfg)
     tried = [named] if named is not None else [name for name, _ in dispatch.implementations(kernel, inv.context)]
     owner = BackwardKernel(kernel) if backward else kernel

@@ -121,7 +121,8 @@ class Bench:
     def _build(self, number: int, cfg: Any) -> Built | Rejected:
         try:
             fn = self.problem.make_fn(cfg)
-            # A new function for each candidate: JAX caches by function, and the keys of some caches lack the config.
+            # A new function for each candidate: JAX (0.10 to 0.12) finds traces by the function and the shapes, and
+            # `make_fn` may return one function for two configs.
             run, arrays = arguments.on_arrays(lambda args, kwargs: fn(*args, **kwargs), self._tree)
             lowered = jax.jit(run).lower(*arrays)
             compiled = lowered.compile()

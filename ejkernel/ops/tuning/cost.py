@@ -13,7 +13,7 @@ from ejkernel.ops.utils import arguments
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Operations of a call, and the bytes of its arguments and results, which every implementation must move."""
+    """Operations of a call, and the bytes of its arguments and results, which every backend must move."""
 
     flops: float
     bytes: float

@@ -136,11 +136,11 @@ class History:
 
     @property
     def proofs(self) -> dict[str, str | None]:
-        """Configs of other calls by name: why each may not serve this one, None if the check passed."""
+        """Configs of other calls by name: why each may not be used for this one, None if the check passed."""
         return {each["id"]: each["reason"] for each in self._all("proof")}
 
     def add_proof(self, name: str, cfg: Any, reason: str | None) -> None:
-        """Notes whether a config of another call may serve this one."""
+        """Notes whether a config of another call may be used for this one."""
         self._append({"proof": {"id": name, "cfg": repr(cfg), "reason": reason}}, quiet=True)
 
     # --- Races ---

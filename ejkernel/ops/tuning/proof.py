@@ -39,7 +39,7 @@ MAX_PROOFS = 4096
 
 
 class Proof(NamedTuple):
-    """Why a config may not serve a call; None if it may."""
+    """Why a config may not be used for a call; None if it may."""
 
     reason: str | None
     certain: bool = True

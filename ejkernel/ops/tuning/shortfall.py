@@ -31,7 +31,7 @@ def shortfall(tuning: Any, place: str) -> str | None:
     told: list[str] = []
     if guess is not None and guess.status in _OUT:
         fate = "is wrong" if guess.status == "wrong" else "failed"
-        told.append(f"the guess {guess.cfg!r} {fate}, and still serves calls that are not tuned")
+        told.append(f"the guess {guess.cfg!r} {fate}, and is still used for calls that are not tuned")
     if others and guess is not None and guess.status not in _OUT and all(c.status in _OUT for c in others):
         told.append(f"the guess {guess.cfg!r} stays because all other candidates failed or are wrong ({len(others)})")
     elif tuning.measurement is None and not tuning.rounds:

@@ -24,7 +24,7 @@ class _Params:
 
 @dataclass(frozen=True, kw_only=True)
 class FwdParams(_Params):
-    """Tile of the forward pass; None lets the implementation choose a parameter."""
+    """Tile of the forward pass; None lets the backend choose a parameter."""
 
     q_blocksize: int | None = None
     kv_blocksize: int | None = None
@@ -34,7 +34,7 @@ class FwdParams(_Params):
 
 @dataclass(frozen=True, kw_only=True)
 class BwdParams(_Params):
-    """Tile of the backward pass; None lets the implementation choose a parameter."""
+    """Tile of the backward pass; None lets the backend choose a parameter."""
 
     q_blocksize: int | None = None
     kv_blocksize: int | None = None

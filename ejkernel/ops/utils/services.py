@@ -28,7 +28,7 @@ class Services:
     share_tuner: Callable[..., Any]
     """`share_tuner(tuner, kernel, policy, agreement, place, claim)`: the tuner to use when all processes measure."""
     prove: Callable[..., Any]
-    """`prove(inv, kernel, cfg, store, now=)`: whether a config of another call may serve `inv`; `reason` says why not.
+    """`prove(inv, kernel, cfg, store, now=)`: whether a config of another call may be used for `inv`; `reason` if not.
 
     Without `now` nothing is run: None if it is not known yet.
     """

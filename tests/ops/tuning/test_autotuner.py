@@ -782,7 +782,7 @@ def test_caller_is_told_that_all_other_candidates_failed_once_and_where(store):
 @pytest.mark.parametrize("fault", ["wrong", "raise"])
 def test_caller_is_told_that_the_guess_itself_is_out(fault, caplog):
     kernel = kernel_with(Work(FAST), Work(SLOW), guess=Work(MIDDLE, fault), base=Referenced)
-    match = rf"the guess Work\(loops={MIDDLE}, .*(is wrong|failed), and still serves.*\n.*tuning_kernels\.py:\d+\)"
+    match = rf"the guess Work\(loops={MIDDLE}, .*(is wrong|failed), and is still used.*\n.*tuning_kernels\.py:\d+\)"
     with pytest.warns(TuningWarning, match=match):
         assert autotune(kernel, X, selector=ConfigSelectorChain(), tuner=QUIET) == Work(FAST)
     Executor(ConfigSelectorChain(autotune=True, tuner=QUIET))(kernel, X)
