@@ -49,7 +49,7 @@ def relative(out, want) -> float:
 
 def check_cases(seed):
     rng = np.random.default_rng(seed)
-    shapes = [(1000, 256, 320), (1024, 192, 512), (333, 64, 64), (2048, 512, 768), (4096, 128, 192)]
+    shapes = [(1000, 256, 320), (1024, 192, 512), (333, 64, 64), (2048, 512, 768), (4096, 128, 192), (777, 200, 328)]
     for rows, k, n in shapes:
         for distribution in ("even", "uneven", "one-hot", "with empty groups"):
             groups = int(rng.integers(1, 40))
@@ -128,14 +128,16 @@ def parse_config(kind, text):
     pairs = dict(part.split("=") for part in text.split(",") if part)
     pairs = {name: value for name, value in pairs.items() if name in types}
     return kind(
-        **{name: value if types[name] in ("Split", "Halves", "Order") else int(value) for name, value in pairs.items()}
+        **{name: value if types[name] in ("Left", "Halves", "Order") else int(value) for name, value in pairs.items()}
     )
 
 
 def short(cfg) -> str:
-    base = f"{cfg.consumers}x{cfg.rows}x{cfg.block_n}{cfg.split[0]}"
-    late = f" {cfg.halves}, {cfg.order}" if isinstance(cfg, config.MosaicConfig) else ""
-    return f"{base} c{cfg.cluster} s{cfg.stages} b{cfg.band} w{cfg.store_columns}x{cfg.store_slots} l{cfg.lag}{late}"
+    base = f"{cfg.height}x{cfg.width} c{cfg.cluster} s{cfg.stages} b{cfg.band} {cfg.store}x{cfg.slots} l{cfg.lag}"
+    if isinstance(cfg, config.MosaicDrhsConfig):
+        return base
+    kind = f"rows {cfg.halves}" if cfg.left == "rows" else f"weights {cfg.grain}"
+    return f"{kind} {base} {cfg.order[0]}"
 
 
 def candidates(options, workload, which):

@@ -99,7 +99,7 @@ def _hopper_unfit(problem: Problem) -> str | None:
 def _backends(
     kind: type[_Functions], hopper: str, params: type, space: Callable[[Problem], list[Any]]
 ) -> tuple[Backend, ...]:
-    """The backends of one operation; those for Hopper are two kernels, the others one module each."""
+    """The backends of one operation; those for Hopper are two modules, the others one each."""
     triton = kind(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space)
     pallas = kind(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space)
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Literal, TypeVar
 
 import jax.numpy as jnp
@@ -14,55 +14,49 @@ from ejkernel.kernels.hopper.chip import (
     BARRIER_BYTES,
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
+    SMS,
     WGMMA_ROWS,
     unfit_block,
 )
+from ejkernel.ops.utils.devices import HOPPER
 
 STEP = 64  # Elements of the contraction in one step: one swizzle of 16-bit elements.
 ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
 _SPARE_REGISTERS = 40  # For addresses, counters, and what an epilogue holds beside the accumulator.
 
-Split = Literal["rows", "columns"]
-Halves = Literal["no", "near", "late"]
+Left = Literal["rows", "weights"]
+Halves = Literal["no", "near"]
 Order = Literal["as given", "large first"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Tile:
-    """Fields that the forward kernel and the drhs kernel share.
+    """Fields that all kernels share: a tile is `64 * consumers` of the left operand times `width` of the right one.
 
     Attributes:
-      consumers: Warpgroups that compute.
-      rows: Rows of the result that a consumer owns: 64, or 128 in two products.
-      block_n: Columns of a block's tile.
-      split: How consumers divide a tile: by `rows` or by `columns`.
+      consumers: Warpgroups that compute, each 64 rows of the left operand.
+      width: Columns of the right operand, at most.
       stages: Steps of 64 in flight.
-      cluster: Blocks that load together.
+      cluster: Blocks that load the right operand together.
       band: Tiles of rows that are computed before the next tile of columns, so that they stay in the L2 cache.
-      store_columns: Columns that are stored at once through shared memory.
-      store_slots: Such pieces of memory for each consumer.
+      store: How much of the width is stored at once through shared memory.
+      slots: Such pieces of memory for each consumer.
       lag: Steps that the first consumer is ahead of the others, so that one computes while another stores.
     """
 
     consumers: int = 2
-    rows: int = 64
-    block_n: int = 256
-    split: Split = "rows"
+    width: int = 256
     stages: int = 4
     cluster: int = 2
     band: int = 8
-    store_columns: int = 64
-    store_slots: int = 2
+    store: int = 64
+    slots: int = 2
     lag: int = 0
 
     @property
-    def block_m(self) -> int:
-        return self.rows * (self.consumers if self.split == "rows" else 1)
-
-    @property
-    def columns(self) -> int:
-        """Columns that a consumer owns."""
-        return self.block_n // (self.consumers if self.split == "columns" else 1)
+    def height(self) -> int:
+        """Rows of the left operand in a tile."""
+        return self.consumers * WGMMA_ROWS
 
     @property
     def consumer_registers(self) -> int:
@@ -74,104 +68,147 @@ class _Tile:
 
     def smem_bytes(self, out_bytes: int = 2) -> int:
         """Shared memory of one block: the rings of both operands, and what stores go through."""
-        ring = self.stages * (self.block_m + self.block_n) * STEP * 2
-        store = self.consumers * self.store_slots * WGMMA_ROWS * self.store_columns * out_bytes
-        return ring + store + BARRIER_BYTES
+        ring = self.stages * (self.height + self.width) * STEP * 2
+        return ring + self.slots * self.store * self.height * out_bytes + BARRIER_BYTES
 
     def live_registers(self) -> int:
         """Registers a consumer thread holds: its part of the result, and the rest."""
-        return self.rows // WGMMA_ROWS * self.columns // 2 + _SPARE_REGISTERS
+        return self.width // 2 + _SPARE_REGISTERS
 
     def unfit(self, out_bytes: int = 2) -> str | None:
         """Says why this config cannot run with results of `out_bytes` per element, or `None` if it can."""
-        piece = 128 // out_bytes
-        if self.consumers not in (1, 2, 3):
-            return f"consumers must be 1, 2 or 3, got {self.consumers}"
-        if self.rows not in (64, 128):
-            return f"rows must be 64 or 128, got {self.rows}"
-        if self.columns % 64 or not 64 <= self.columns <= 256 or self.columns * self.consumers < self.block_n:
-            return f"a consumer's columns must be 64, 128, 192 or 256, got {self.columns} of {self.block_n}"
+        if self.consumers not in (2, 3):
+            return f"consumers must be 2 or 3, got {self.consumers}"
         if self.stages < 2 or self.lag not in (0, 1) or self.lag > self.stages - 2:
             return f"stages must be at least 2, lag 0 or 1 and two less than stages, got {self.stages} and {self.lag}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
-        if self.band < 1 or self.store_slots < 1:
-            return f"band and store_slots must be at least 1, got {self.band} and {self.store_slots}"
-        if self.store_columns % piece or self.columns % self.store_columns:
-            return f"store_columns must be a multiple of {piece} that divides {self.columns}, got {self.store_columns}"
-        return unfit_block(self.smem_bytes(out_bytes), self.live_registers(), self.consumers)
+        if self.band < 1 or self.slots < 1:
+            return f"band and slots must be at least 1, got {self.band} and {self.slots}"
+        return self._unfit_width(out_bytes) or unfit_block(
+            self.smem_bytes(out_bytes), self.live_registers(), self.consumers
+        )
+
+    def _unfit_width(self, out_bytes: int) -> str | None:
+        if self.width not in (64, 128, 192, 256):
+            return f"width must be 64, 128, 192 or 256, got {self.width}"
+        piece = 128 // out_bytes
+        if self.store < piece or self.store % piece or self.width % self.store:
+            return f"store must be a multiple of {piece} that divides {self.width}, got {self.store}"
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MosaicConfig(_Tile):
-    """One way to run the forward kernel; rows are those of lhs, columns those of the result.
+    """One way to run the forward pass.
 
     Attributes:
-      halves: When to compute the last tile of a group if at most half of it has rows, so that it costs half as much:
-        right after the group's other tiles (`near`), or after all other groups (`late`), which balances the work of the
-        SMs best, but reads the weights again. `no` treats it like the others and reads the weights least often.
+      left: The left operand of the matrix units. With `weights`, the width of a tile is rows of lhs, and goes in steps
+        of `grain`: a group's last tiles are as narrow as its rows allow. With `rows`, the width is columns of the
+        result: better if groups have thousands of rows, but K and N must be multiples of 64.
+      grain: By how many rows tiles differ if `left` is `weights`: small ones waste less; each width is code of its own.
+      halves: If `left` is `rows`: `near` computes the last tile of a group by itself if at most half of it has rows, so
+        that it costs half as much. `no` treats it like the others and reads the weights least often.
       order: Which groups come first. `large first` gives SMs equal work; in the order given, groups that wait for
         memory and groups that wait for products run side by side.
     """
 
+    left: Left = "weights"
+    grain: int = 16
     halves: Halves = "no"
     order: Order = "as given"
+
+    @property
+    def load_widths(self) -> tuple[int, ...]:
+        """Rows of lhs that may be loaded at once if `left` is `weights`."""
+        least = min(self.width, 64)
+        return tuple(range(least, self.width + 1, least))
+
+    def _unfit_width(self, out_bytes: int) -> str | None:
+        if self.left == "rows":
+            return super(MosaicConfig, self)._unfit_width(out_bytes)
+        if self.width not in (16, 32, 64, 128, 192, 256):
+            return f"width must be 16, 32, 64, 128, 192 or 256, got {self.width}"
+        if self.grain not in (16, 32, 64) or self.width % self.grain:
+            return f"grain must be 16, 32 or 64 and divide {self.width}, got {self.grain}"
+        if self.store not in (16, 32, 64, 128) or self.width % self.store:
+            return f"store must be 16, 32, 64 or 128 and divide {self.width}, got {self.store}"
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MosaicDrhsConfig(_Tile):
-    """One way to run the kernel of drhs; rows are the columns of lhs, columns those of dout."""
+    """One way to run the kernel of drhs; the left operand is lhs, transposed, the right one dout."""
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why the Hopper kernels cannot serve a product; `None` if they can."""
-    if problem.k % STEP or problem.n % STEP:
-        return f"K and N must be multiples of {STEP} (columns of a memory tile), got {problem.k} and {problem.n}"
-    return problem.unsupported(jnp.bfloat16, jnp.float16)
+    """Why the Hopper kernels cannot serve a product or its gradients; `None` if they can."""
+    return unaligned(problem, 8) or problem.unsupported(jnp.bfloat16, jnp.float16)
+
+
+def unaligned(problem: Problem, by: int) -> str | None:
+    """Says that K or N is no multiple of `by`; `None` if both are."""
+    if problem.k % by or problem.n % by:
+        return f"K and N must be multiples of {by}, got {problem.k} and {problem.n}"
+    return None
 
 
 def space(problem: Problem) -> list[MosaicConfig]:
     """Configs for a forward pass that fit the chip, the guess first."""
-    ways: list[tuple[Halves, Order]] = [("no", "as given"), ("no", "large first"), ("near", "large first")]
-    rows, groups, out_bytes = problem.rows, problem.groups, problem.out_bytes
-    few, many = rows <= 32 * groups, rows >= 512 * groups
-    ways = [*(ways[::-1] if rows >= 1024 * groups else [ways[1], ways[0], ways[2]] if many else ways)]
-    tiles = [MosaicConfig(split="columns", cluster=1, block_n=128)] if few else []
-    tiles += [
-        dataclasses.replace(cfg, halves=halves, order=order) for halves, order in ways for cfg in _shapes(MosaicConfig)
+    rows, groups = problem.rows, problem.groups
+    few, many = rows <= 32 * groups, rows >= 1024 * groups
+    narrow = [
+        MosaicConfig(width=width, store=width, slots=1, cluster=cluster, band=4)
+        for cluster, width in itertools.product((2, 1), (32, 64))
     ]
-    # Many stages are better than large stores if a tile has few steps that could hide its loads.
-    stores = (True, False) if problem.k >= 4096 else (False, True)
-    fits = [_deepest(cfg, out_bytes, whole) for whole in stores for cfg in tiles]
-    return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
+    # A tile of rows is best read once for all columns, but then the weights of a group must stay in the L2 cache.
+    weights = SMS * 2 * WGMMA_ROWS * problem.k * 2 // max(rows // (192 * groups), 1)
+    bands = (1, 4) if weights <= HOPPER.cache_bytes else (4, 1)
+    # Few steps for each tile: large ones.
+    tiles = ((256, 2), (192, 1)) if problem.k < 1024 else ((192, 1), (256, 2))
+    clusters = (2, 1) if problem.k < 1024 else (1, 2)
+    wide = [
+        MosaicConfig(width=width, slots=slots, cluster=cluster, band=band, order=order)
+        for order, band, cluster, (width, slots) in itertools.product(
+            ("as given", "large first"), bands, clusters, tiles
+        )
+    ]
+    wide += [MosaicConfig(store=128, slots=1, order="large first"), MosaicConfig(grain=32), MosaicConfig(width=128)]
+    by_rows = []
+    if unaligned(problem, STEP) is None:
+        whole = MosaicConfig(left="rows", store=256, slots=1, lag=1, order="large first")
+        pieces = dataclasses.replace(whole, store=128 // problem.out_bytes, slots=2, lag=0)
+        by_rows = [
+            dataclasses.replace(cfg, halves=halves, cluster=cluster)
+            for cfg, (halves, cluster) in itertools.product((whole, pieces), (("near", 2), ("no", 2), ("no", 1)))
+        ]
+    order = (narrow, wide) if few else (by_rows, wide) if many else (wide, by_rows)
+    return _fitting(itertools.chain(*order), problem.out_bytes)
 
 
 def drhs_space(problem: Problem) -> list[MosaicDrhsConfig]:
     """Configs for a gradient of the weights that fit the chip, the guess first."""
-    shapes = list(_shapes(MosaicDrhsConfig))
-    fits = [_deepest(cfg, problem.out_bytes, whole) for whole in (True, False) for cfg in shapes]
-    return list(dict.fromkeys(cfg for cfg in fits if cfg is not None))
+    piece = 128 // problem.out_bytes
+    stores = [(256, 1, 1), (2 * piece, 1, 0), (piece, 2, 0)]
+    stores = stores if problem.rows < 256 * problem.groups else [*stores[1:], stores[0]]
+    shapes = [(256, 1), (256, 2), (192, 1), (128, 2)]
+    found = [
+        MosaicDrhsConfig(width=width, cluster=cluster, store=min(store, width), slots=slots, lag=lag)
+        for (store, slots, lag), (width, cluster) in itertools.product(stores, shapes)
+    ]
+    return _fitting(found, problem.out_bytes)
 
 
 _Config = TypeVar("_Config", bound=_Tile)
 
 
-def _shapes(kind: type[_Config]) -> Iterator[_Config]:
-    shapes: tuple[tuple[int, int, Split], ...] = (
-        (64, 256, "rows"),
-        (64, 192, "rows"),
-        (64, 128, "rows"),
-        (64, 256, "columns"),
-    )
-    for (rows, block_n, split), cluster in itertools.product(shapes, (2, 1)):
-        yield kind(rows=rows, block_n=block_n, split=split, cluster=cluster)
-
-
-def _deepest(cfg: _Config, out_bytes: int, whole: bool) -> _Config | None:
-    """The same with as many stages as there is memory for, storing all columns at once or 128 bytes of a row."""
-    columns, slots, lag = (cfg.columns, 1, 1) if whole else (128 // out_bytes, 2, 0)
-    for stages in range(7, 2, -1):
-        deep = dataclasses.replace(cfg, stages=stages, store_columns=columns, store_slots=slots, lag=lag)
-        if deep.unfit(out_bytes) is None:
-            return deep
-    return None
+def _fitting(cfgs: Iterable[_Config], out_bytes: int) -> list[_Config]:
+    """Each with as many stages as there is memory for, those that fit."""
+    deepest = [
+        next(
+            (deep for n in range(9, 2, -1) if (deep := dataclasses.replace(cfg, stages=n)).unfit(out_bytes) is None),
+            None,
+        )
+        for cfg in cfgs
+    ]
+    return list(dict.fromkeys(cfg for cfg in deepest if cfg is not None))

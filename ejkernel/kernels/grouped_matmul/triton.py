@@ -77,10 +77,12 @@ def _dot(a: Array, b: Array, **transposed: bool) -> Array:
     return plgpu.dot(a, b, precision=precision, **transposed)
 
 
-def _load(ref: Any, rows: Array, columns: Array) -> Array:
+def _load(ref: Any, rows: Any, columns: Any, *group: Any) -> Array:
     """Loads where both masks are true, zeros elsewhere; each mask comes with its index."""
     (row_index, row_mask), (column_index, column_mask) = rows, columns
-    return plgpu.load(ref.at[row_index, column_index], mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+    # All indices at once: this dialect of Pallas cannot index a part of a reference (seen with JAX 0.11.2).
+    at = ref.at[(*group, row_index, column_index)]
+    return plgpu.load(at, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
 
 
 def _span(begin: Any, size: int, first: Any, end: Any) -> Any:
@@ -98,14 +100,14 @@ def _forward_kernel(lhs_ref, rhs_ref, group_ref, row_ref, end_ref, out_ref, *, c
 
     @pl.when(row < end)
     def _():
-        weights = rhs_ref.at[jnp.maximum(group, 0)]
+        own = jnp.maximum(group, 0)
 
         def step(s, acc):
             depth = _span(s * cfg.block_k, cfg.block_k, 0, k)
             a = _load(lhs_ref, rows, depth)
             if transpose_rhs:
-                return acc + _dot(a, _load(weights, columns, depth), trans_b=True)
-            return acc + _dot(a, _load(weights, depth, columns))
+                return acc + _dot(a, _load(rhs_ref, columns, depth, own), trans_b=True)
+            return acc + _dot(a, _load(rhs_ref, depth, columns, own))
 
         steps = jnp.where(group >= 0, pl.cdiv(k, cfg.block_k), 0)
         acc = lax.fori_loop(0, steps, step, jnp.zeros((cfg.block_m, cfg.block_n), jnp.float32))

@@ -140,7 +140,7 @@ def test_configs_that_do_not_fit_say_why():
         ({"dtypes": (jnp.bfloat16, jnp.float32)}, "one dtype"),
         ({"out_dtype": jnp.float64}, "the result the same or float32"),
         ({"rows": 0}, "no empty arrays"),
-        ({"n": 72}, "multiples of 64"),
+        ({"n": 36}, "multiples of 8"),
     ],
 )
 def test_hopper_kernels_say_what_they_do_not_serve(facts, words):

@@ -1,5 +1,6 @@
 """The Hopper kernels: their configs and schedules anywhere, small cases in JAX's interpreter, the rest on a GPU."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -12,29 +13,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.grouped_matmul import config
-from ejkernel.kernels.grouped_matmul.mosaic_schedule import (
-    Tiling,
-    extent,
-    item_of_group,
-    item_of_zeros,
-    items,
-    largest_first,
-    zero_items,
-)
+from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_rows_items, mosaic_weights_items
+from ejkernel.kernels.grouped_matmul.mosaic_tables import extent, largest_first
 from ejkernel.kernels.grouped_matmul.problem import product
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
+from ejkernel.ops.core.operation import OperationArgumentError
 from ejkernel.ops.utils.devices import HOPPER
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
-# Rows, K, N, sizes, first row, transposed, fields of the config; the last is for drhs if it has no `halves`.
+# Rows, K, N, sizes, first row, transposed (None: drhs), fields of the config.
 INTERPRETED = {
-    "clusters, odd tiles": (520, 320, 320, [300, 1, 7, 100], 0, False, {"cluster": 2, "halves": "near", "lag": 1}),
-    "rows of no group": (123, 64, 64, [50, 40], 20, True, {"cluster": 2, "halves": "late"}),
-    "by columns": (256, 128, 128, [100, 0, 130], 0, True, {"cluster": 1, "split": "columns"}),
-    "drhs, clusters": (520, 320, 192, [300, 1, 7, 200], 0, None, {"cluster": 2, "lag": 1}),
-    "drhs, one tile of columns": (123, 192, 64, [50, 0, 40], 20, None, {"cluster": 1}),
+    "rows left, clusters, odd tiles": (
+        *(520, 320, 320, [300, 1, 7, 100], 0, False),
+        {"left": "rows", "width": 128, "cluster": 2, "halves": "near", "lag": 1},
+    ),
+    "rows left, rows of no group": (
+        *(123, 64, 64, [50, 40], 20, True),
+        {"left": "rows", "width": 128, "cluster": 2},
+    ),
+    "weights left, nothing aligned": (123, 72, 200, [50, 0, 33], 20, False, {"cluster": 2, "lag": 1}),
+    "weights left, float32": (123, 72, 136, [1, 50, 33], 7, True, {"cluster": 1, "out_dtype": "float32"}),
+    "weights left, wide tiles": (300, 64, 64, [200, 1, 7], 0, True, {"width": 128, "grain": 32}),
+    "drhs, clusters": (520, 320, 192, [300, 1, 7, 200], 0, None, {"width": 128, "cluster": 2, "lag": 1}),
+    "drhs, odd sizes": (61, 72, 40, [20, 0, 33], 5, None, {"cluster": 1}),
+    "drhs, one tile of columns": (123, 192, 64, [50, 0, 40], 20, None, {"width": 128, "cluster": 1}),
 }
 
 SCRIPT = """
@@ -49,8 +52,9 @@ normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.
 inside = np.zeros((rows, 1), bool)
 inside[first : first + sum(sizes)] = True
 poisoned = lambda x: jnp.where(inside, x, jnp.nan)
-options = dict(interpret=plgpu.InterpretGPUParams(), blocks=4, first_row=jnp.int32(first))
-lhs, fields = normal(rows, k), dict(block_n=128, stages=3) | fields
+out_dtype = jnp.dtype(fields.pop("out_dtype", "bfloat16"))
+options = dict(interpret=plgpu.InterpretGPUParams(), blocks=4, first_row=jnp.int32(first), out_dtype=out_dtype)
+lhs, fields = normal(rows, k), dict(width=64, stages=3, store=64 if out_dtype.itemsize == 2 else 32) | fields
 if transpose is None:
     dout, cfg = normal(rows, n), config.MosaicDrhsConfig(**fields)
     got = mosaic_drhs.drhs(poisoned(lhs), poisoned(dout), jnp.array(sizes), cfg=cfg, **options)
@@ -59,7 +63,7 @@ else:
     rhs, cfg = normal(len(sizes), *((n, k) if transpose else (k, n))), config.MosaicConfig(**fields)
     got = mosaic.forward(poisoned(lhs), rhs, jnp.array(sizes), cfg=cfg, transpose_rhs=transpose, **options)
     want = reference.forward(lhs, rhs, sizes, first_row=first, transpose_rhs=transpose)
-assert cfg.unfit() is None, cfg.unfit()
+assert cfg.unfit(out_dtype.itemsize) is None, cfg.unfit(out_dtype.itemsize)
 print(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 """
 
@@ -78,10 +82,25 @@ def test_products_match_float64_in_the_interpreter(name):
 
 def tilings():
     rng = np.random.default_rng(0)
-    for trial in range(12):
-        halves, order = ["no", "near", "late"][trial % 3], ["as given", "large first"][trial % 2]
-        block_m, columns, band = int(rng.choice([64, 128, 256])), int(rng.integers(1, 7)), int(rng.integers(1, 9))
-        yield trial, Tiling(block_m, columns, 1 + trial // 2 % 2, band, halves, order)
+    for trial in range(8):
+        columns, band, order = int(rng.integers(1, 7)), int(rng.integers(1, 9)), ["as given", "large first"][trial % 2]
+        rows, cluster, halves = int(rng.choice([64, 128])), 1 + trial // 2 % 2, ["no", "near"][trial % 2]
+        yield trial, mosaic_rows_items.Tiling(rows, columns, cluster, band, halves, order)
+        grain = int(rng.choice([16, 32, 64]))
+        yield trial, mosaic_weights_items.Tiling(int(rng.choice([64, 128, 256])), grain, columns, band, order)
+
+
+def parts_of(tiling, fields, numbers):
+    """Group, first and last row and column of every tile in each item."""
+    if isinstance(tiling, mosaic_weights_items.Tiling):
+        for group, row, width, start, end, column in numbers(fields):
+            yield group, max(row, start), min(row + width, end), column
+        return
+    for group, row, start, end, column, alone in numbers(fields):
+        for place in range(tiling.cluster):
+            first = row + (0 if alone else place * tiling.block_m)
+            if (mine := column + (place if alone else 0)) < tiling.column_tiles:
+                yield group, max(first, start), min(first + tiling.block_m, end), mine
 
 
 @pytest.mark.parametrize(("trial", "tiling"), list(tilings()), ids=str)
@@ -93,30 +112,29 @@ def test_items_cover_every_row_and_column_once_and_with_their_own_group(trial, t
     sizes = draw_group_sizes(inside, groups, ["even", "uneven", "one-hot", "with empty groups"][trial % 4], seed=trial)
     owner = np.full(rows, -1)
     owner[first : first + inside] = np.repeat(np.arange(groups), sizes)
+    by_rows = isinstance(tiling, mosaic_rows_items.Tiling)
+    kind = mosaic_rows_items if by_rows else mosaic_weights_items
+    height, columns = (tiling.block_m, tiling.column_tiles) if by_rows else (tiling.rows, tiling.column_items)
 
     @jax.jit
     def walk(sizes, first):
-        table, facts = items(sizes, rows, tiling, first)
+        table, facts = kind.items(sizes, rows, tiling, first)
         count, begin, end = extent(*facts, rows)
         number = jnp.arange(tiling.bound(rows, groups), dtype=jnp.int32)
-        later = jnp.arange((rows // tiling.block_m + 4) * tiling.column_tiles, dtype=jnp.int32)
-        found = item_of_group(tiling, table, number), item_of_zeros(tiling, rows, begin, end, later)
-        fields = [(x.group, x.alone, x.row, x.start, x.end, x.column) for x in found]
-        return fields, (count, zero_items(tiling, rows, begin, end))
+        later = jnp.arange((rows // height + 4) * columns, dtype=jnp.int32)
+        found = kind.item_of_group(tiling, table, number), kind.item_of_zeros(tiling, rows, begin, end, later)
+        fields = [tuple(getattr(x, f.name) for f in dataclasses.fields(x)) for x in found]
+        return fields, (count, kind.zero_items(tiling, rows, begin, end))
 
     fields, counts = walk(jnp.asarray(sizes), jnp.int32(first))
     assert int(counts[0]) <= tiling.bound(rows, groups)
-    hits = np.zeros((rows, tiling.column_tiles), int)
+    hits = np.zeros((rows, columns), int)
     for part, length in zip(fields, map(int, counts), strict=True):
-        columns = [np.resize(np.asarray(x), length) if np.ndim(x) == 0 else np.asarray(x)[:length] for x in part]
-        for g, a, row, start, stop, column in zip(*columns, strict=True):
-            for place in range(tiling.cluster):
-                low = max(row + (0 if a else place * tiling.block_m), start)
-                high = min(row + (0 if a else place * tiling.block_m) + tiling.block_m, stop)
-                mine = column + (place if a else 0)
-                if low < high and mine < tiling.column_tiles:
-                    hits[low:high, mine] += 1
-                    assert (owner[low:high] == g).all()
+        each = [np.resize(np.asarray(x), length) if np.ndim(x) == 0 else np.asarray(x)[:length] for x in part]
+        for group, low, high, column in parts_of(tiling, each, lambda each: zip(*each, strict=True)):
+            if low < high:
+                hits[low:high, column] += 1
+                assert (owner[low:high] == group).all()
     assert (hits == 1).all()
 
 
@@ -143,11 +161,14 @@ def test_config_spaces_hold_only_what_fits(workload, out_dtype):
     ("fields", "reason"),
     [
         ({"stages": 5}, "shared memory"),
-        ({"rows": 128, "stages": 2}, "registers"),
+        ({"consumers": 3, "stages": 2}, "registers"),
         ({"cluster": 3}, "cluster"),
         ({"lag": 2}, "lag"),
-        ({"store_columns": 96}, "store_columns"),
-        ({"block_n": 96}, "columns"),
+        ({"store": 96}, "store"),
+        ({"left": "rows", "store": 96}, "store"),
+        ({"width": 96}, "width"),
+        ({"left": "rows", "width": 32}, "width"),
+        ({"grain": 24}, "grain"),
         ({"consumers": 4}, "consumers"),
     ],
 )
@@ -167,6 +188,12 @@ def test_every_case_matches_float64_on_the_gpu():
     loader = importlib.util.spec_from_file_location("checks", ROOT / "benchmarks" / "grouped_matmul_gpu.py")
     assert loader is not None
     assert loader.loader is not None
-    checks = importlib.util.module_from_spec(loader)
+    checks = sys.modules["checks"] = importlib.util.module_from_spec(loader)
     loader.loader.exec_module(checks)
     assert checks.check(checks.Checks(threads=8, configs=1))
+
+
+def test_rows_on_the_left_need_whole_memory_tiles():
+    lhs, rhs = jnp.zeros((8, 72), jnp.bfloat16), jnp.zeros((1, 72, 64), jnp.bfloat16)
+    with pytest.raises(OperationArgumentError, match=r'left="rows".*multiples of 64, got 72 and 64.*left="weights"'):
+        mosaic.forward(lhs, rhs, jnp.array([8]), cfg=config.MosaicConfig(left="rows"))

@@ -1,4 +1,4 @@
-"""Which tiles the Hopper kernels compute, and in which order; decided on the device, because group sizes are data.
+"""Which tiles are computed, and in which order, if rows are the left operand.
 
 A tile begins at a multiple of `ALIGNED_ROWS`, so that the copy engine can load it; up to seven rows before a group's
 first, and those after its last, are loaded and not stored. How many tiles a group gets does not depend on where it
@@ -12,26 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, Halves, Order
+from ejkernel.kernels.grouped_matmul.mosaic_tables import ZEROS, divided, first_of, sums
 
 Array = jax.Array
-ZEROS = -1  # The group of rows that belong to none.
-
-
-def _sums(values: list[Array], keep: Array, axes: tuple[int, ...]) -> list[Array]:
-    """Sums of each of `values` over `axes`, where `keep` is true; one kernel."""
-    zero = np.int32(0)
-    operands = [jnp.where(keep, x, zero) for x in values]
-    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
-    return list(lax.reduce(tuple(operands), (zero,) * len(values), add, axes))
-
-
-def _divided(x: Any, by: int) -> Any:
-    """`x // by` for `x >= 0`: a shift if possible, because XLA (seen with JAX 0.11.2) does not fuse divisions."""
-    return x >> (by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, jnp.int32(by))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,13 +47,13 @@ class Tiling:
     def split(self, size: Any) -> tuple[Any, Any, Any]:
         """Pairs of row tiles (or tiles, without clusters), left-over tiles of full cost, and of half cost."""
         reach = size + (ALIGNED_ROWS - 1)
-        tiles = jnp.where(size > 0, _divided(reach + (self.block_m - 1), self.block_m), 0)
+        tiles = jnp.where(size > 0, divided(reach + (self.block_m - 1), self.block_m), 0)
         half = jnp.int32(0)
         if self.halves != "no":
             last = reach - (tiles - 1) * self.block_m
             half = ((size > 0) & (last <= self.block_m // 2)).astype(jnp.int32)
         full = tiles - half
-        whole = _divided(full, self.cluster)
+        whole = divided(full, self.cluster)
         return whole, full - whole * self.cluster, half
 
     def bound(self, rows: int, groups: int) -> int:
@@ -86,7 +72,7 @@ def items(
     The table has four columns: twice the group, plus one for a tile of half cost; the group's first row; its end; and
     the first item of the same group and cost. `Tiling.order` says which come first.
     """
-    sizes, first = jnp.asarray(group_sizes, jnp.int32), _first(first_row)
+    sizes, first = jnp.asarray(group_sizes, jnp.int32), first_of(first_row)
     groups = sizes.shape[0]
     whole, odd, half = tiling.split(sizes)
     full = whole * tiling.column_tiles + odd * tiling.odd_items
@@ -102,17 +88,13 @@ def items(
     sooner = other < mine
     if tiling.order == "large first":
         sooner = (its_size > my_size) | ((its_size == my_size) & sooner)
-    if tiling.halves == "late":
-        earlier = (its_late < my_late) | ((its_late == my_late) & sooner)
-    else:
-        earlier = sooner | ((other == mine) & (its_late < my_late))
-    cum, before, ends = _sums(
+    earlier = sooner | ((other == mine) & (its_late < my_late))
+    cum, before, ends = sums(
         [
             jnp.where(earlier | same, counted, 0),
             jnp.where(earlier, counted, 0),
             jnp.where((its_late == 0) & (other <= mine), its_size, 0),
         ],
-        jnp.ones(square, bool),
         (2, 3),
     )
     starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
@@ -122,33 +104,8 @@ def items(
     facts = [2 * group + late, starts, stops, before]
     # Every item holds the number of all items: a separate sum would be one more kernel.
     facts = [jnp.where(here, x[None], 0) for x in facts] + [jnp.broadcast_to(counts[None], here.shape)]
-    code, start, stop, offset, total = _sums(facts, jnp.ones(here.shape, bool), (1, 2))
-    return (code, start, stop, offset), (total, ends, first.reshape(1))
-
-
-def extent(total_ref: Any, ends_ref: Any, first_ref: Any, rows: int) -> tuple[Any, Any, Any]:
-    """The number of items, the first group's first row and the last one's end."""
-    first = first_ref[0]
-    return total_ref[0], jnp.minimum(first, rows), jnp.minimum(ends_ref[0, ends_ref.shape[1] - 1] + first, rows)
-
-
-def _first(first_row: Array | None) -> Array:
-    return jnp.int32(0) if first_row is None else jnp.asarray(first_row, jnp.int32)
-
-
-def largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> tuple[Array, ...]:
-    """Groups, their first rows and ends, by decreasing size."""
-    sizes = jnp.asarray(group_sizes, jnp.int32)
-    index = jnp.arange(sizes.shape[0], dtype=jnp.int32)
-    mine, other = sizes[:, None], sizes[None]
-    earlier = index[None] < index[:, None]
-    larger = (other > mine) | ((other == mine) & earlier)
-    begun = jnp.where(earlier, jnp.broadcast_to(other, larger.shape), 0)
-    starts, rank = _sums([begun, larger.astype(jnp.int32)], jnp.ones(larger.shape, bool), (1,))
-    starts = starts + _first(first_row)
-    starts, ends = jnp.minimum(starts, rows), jnp.minimum(starts + sizes, rows)
-    chosen = rank[None] == index[:, None]
-    return tuple(_sums([jnp.broadcast_to(x[None], larger.shape) for x in (index, starts, ends)], chosen, (1,)))
+    code, start, stop, offset, total = sums(facts, (1, 2))
+    return (code, start, stop, offset), (total, ends.reshape(-1), first.reshape(1))
 
 
 def _aligned(row: Any) -> Any:

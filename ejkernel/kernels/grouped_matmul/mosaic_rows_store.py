@@ -1,4 +1,4 @@
-"""Stores of some rows of a tile: the copy engine stores whole tiles only."""
+"""Stores of tiles whose rows are rows of the result; also of some of their rows, which the copy engine cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,56 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from ejkernel.kernels.hopper.chip import WGMMA_ROWS
 from ejkernel.kernels.hopper.wgmma import inline_mgpu
+
+
+def staging(cfg: Any, dtype: Any) -> Any:
+    """Returns the shared memory for stores."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    shape = (cfg.consumers, cfg.slots, WGMMA_ROWS, cfg.store)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def store(
+    out_ref: Any, value: jax.Array, o_smem: Any, row: Any, column: Any, cfg: Any, *, keep: Any = None, interpret: bool
+) -> None:
+    """Stores a consumer's part of a tile through its shared memory, piece by piece.
+
+    Skips what lies past the end of `out_ref`, and rows outside `keep`, a first row and an end.
+    """
+    pieces = [(r, c) for r in range(0, value.shape[0], WGMMA_ROWS) for c in range(0, value.shape[1], cfg.store)]
+    width = out_ref.shape[-1]
+
+    def each(copy, in_flight):
+        for i, (r, c) in enumerate(pieces):
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+            tile = o_smem.at[i % cfg.slots]
+            put(tile, value[r : r + WGMMA_ROWS, c : c + cfg.store], interpret=interpret)
+            plgpu.commit_smem()
+            copy(tile, row + r, column + c)
+        if in_flight and len(pieces) % cfg.slots:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def copy_whole(tile, row, column):
+        at = out_ref.at[pl.ds(row, WGMMA_ROWS), pl.ds(column, cfg.store)]
+        if width > cfg.store:
+            plgpu.copy_smem_to_gmem(tile, at)
+        else:
+            # If an array is one tile of memory wide, Mosaic GPU (seen with JAX 0.11.2) ignores the column index.
+            pl.when(column < width)(lambda: plgpu.copy_smem_to_gmem(tile, at))
+
+    def copy_kept(tile, row, column):
+        copy_rows(tile, out_ref, row, column, *keep, interpret=interpret)
+
+    # Pieces that the copy engine does not store do not count as in flight, so this waits for all others.
+    in_flight = cfg.slots - 1 if width > cfg.store else 0
+    if keep is None:
+        each(copy_whole, in_flight)
+    else:
+        whole = (row >= keep[0]) & (row + value.shape[0] <= keep[1])
+        pl.when(whole)(lambda: each(copy_whole, in_flight))
+        pl.when(~whole)(lambda: each(copy_kept, 0))
 
 
 def put(ref: Any, value: jax.Array, *, interpret: bool) -> None:
@@ -32,7 +81,10 @@ def put(ref: Any, value: jax.Array, *, interpret: bool) -> None:
 
 
 def zero_rows(ref: Any, first: Any, last: Any, *, interpret: bool) -> None:
-    """Makes rows of `ref`, `[64, n]` in shared memory and 16 bits, zeros: those before `first` and from `last` on."""
+    """Makes rows of `ref`, `[64, n]` in shared memory and 16 bits, zeros: those before `first` and from `last` on.
+
+    One warp calls it. Matrix products that are issued after a barrier on which it arrives see the zeros.
+    """
     if interpret:
         row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
         value = ref[...]
@@ -53,29 +105,36 @@ def zero_rows(ref: Any, first: Any, last: Any, *, interpret: bool) -> None:
         def bits(x: Any, first: int, count: int) -> Any:
             return arith.andi(arith.shrui(x, const(first)), const((1 << count) - 1))
 
-        # Two threads per row; each has four of its eight 16-byte pieces in each memory tile, in any order.
-        thread = _thread()
-        row, half = bits(thread, 0, 6), bits(thread, 6, 1)
         row_stride, tile_stride = _tile_strides(ref)
-        place = arith.addi(arith.muli(bits(row, 3, 3), const(row_stride)), arith.muli(bits(row, 0, 3), const(128)))
-        outside = arith.ori(
-            arith.cmpi(arith.CmpIPredicate.slt, row, first), arith.cmpi(arith.CmpIPredicate.sge, row, last)
+        start = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
+        lane = bits(_thread(), 0, 5)
+        # A lane has two rows; adjacent rows begin at different pieces of 16 bytes, and so at different banks.
+        for half in range(2):
+            row = arith.addi(lane, const(32 * half))
+            place = arith.addi(arith.muli(bits(row, 3, 3), const(row_stride)), arith.muli(bits(row, 0, 3), const(128)))
+            outside = arith.ori(
+                arith.cmpi(arith.CmpIPredicate.slt, row, first), arith.cmpi(arith.CmpIPredicate.sge, row, last)
+            )
+            lines = ["{ .reg .pred p; .reg .b32 z, a; setp.ne.b32 p, $0, 0; mov.b32 z, 0;"]
+            for piece in range(8):
+                lines.append(f"xor.b32 a, $2, {16 * piece}; add.s32 a, a, $1;")
+                lines += [f"@p st.shared.v4.b32 [a + {c * tile_stride}], {{z, z, z, z}};" for c in range(column_tiles)]
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [arith.extui(i32, outside), arith.addi(start, place), arith.muli(bits(row, 0, 3), const(16))],
+                " ".join([*lines, "}"]),
+                "r,r,r,~{memory}",
+                has_side_effects=True,
+                asm_dialect=0,
+            )
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [],
+            "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;",
+            "~{memory}",
+            has_side_effects=True,
+            asm_dialect=0,
         )
-        base = arith.addi(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref)), place)
-        for piece in range(4):
-            # Adjacent rows begin at different pieces, and so at different banks.
-            turned = arith.xori(arith.addi(arith.muli(half, const(4)), const(piece)), bits(row, 0, 3))
-            address = arith.addi(base, arith.muli(turned, const(16)))
-            for c in range(column_tiles):
-                llvm.inline_asm(
-                    ir.Type.parse("!llvm.void"),
-                    [arith.extui(i32, outside), address],
-                    "{ .reg .pred p; .reg .b32 z; setp.ne.b32 p, $0, 0; mov.b32 z, 0;"
-                    f" @p st.shared.v4.b32 [$1 + {c * tile_stride}], {{z, z, z, z}}; }}",
-                    "r,r,~{memory}",
-                    has_side_effects=True,
-                    asm_dialect=0,
-                )
 
     zero(ref, jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
 

@@ -1,0 +1,240 @@
+"""The forward pass on Hopper with weights as the left operand of the matrix units: for groups of any number of rows.
+
+Rows of lhs are the right operand, whose width goes in steps of 8: a group's last tiles are as narrow as its rows allow.
+Each consumer owns 64 columns of the result. Nothing has to be aligned but rows of memory, to 16 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.grouped_matmul.config import STEP, MosaicConfig
+from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
+from ejkernel.kernels.grouped_matmul.mosaic_tables import extent
+from ejkernel.kernels.grouped_matmul.mosaic_weights_items import (
+    Item,
+    Tiling,
+    item_of_group,
+    item_of_zeros,
+    items,
+    zero_items,
+)
+from ejkernel.kernels.grouped_matmul.mosaic_weights_store import copy_rows, put, widen
+from ejkernel.kernels.hopper.chip import WGMMA_ROWS
+from ejkernel.kernels.hopper.cluster import AXIS, place_in_cluster, shared_barrier
+from ejkernel.kernels.hopper.launch import SWIZZLED, launch
+from ejkernel.kernels.hopper.wgmma import layout_cast
+
+Array = jax.Array
+_PLAIN = (plgpu.SwizzleTransform(128),)
+
+
+def forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    transpose_rhs: bool,
+    out_dtype: jnp.dtype,
+    first_row: Array | None,
+    cfg: MosaicConfig,
+    interpret: Any,
+    blocks: int,
+) -> Array:
+    """As `mosaic.forward`."""
+    rows = lhs.shape[0]
+    n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    tiling = Tiling(cfg.width, cfg.grain, -(-n // (cfg.height * cfg.cluster)), cfg.band, cfg.order)
+    table, facts = items(group_sizes, rows, tiling, first_row)
+    blocks = min(blocks // cfg.cluster, table[0].shape[0])
+    across = 128 // out_dtype.itemsize
+    scratch = {
+        "weights": _two_views((cfg.stages, cfg.consumers, WGMMA_ROWS, STEP), rhs.dtype, interpret),
+        "tokens": _two_views((cfg.stages, cfg.width, STEP), lhs.dtype, interpret),
+        "o_smem": plgpu.SMEM(
+            (cfg.consumers, cfg.slots, WGMMA_ROWS // across, cfg.store, across), out_dtype, transforms=_PLAIN
+        ),
+        "full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=1 + cfg.consumers),
+        "free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
+        "ahead": plgpu.Barrier(),
+    }
+    body = functools.partial(
+        _kernel,
+        cfg=cfg,
+        tiling=tiling,
+        rows=rows,
+        transpose_rhs=transpose_rhs,
+        blocks=blocks,
+        interpret=bool(interpret),
+    )
+    return launch(
+        body,
+        *(lhs, rhs, *table, *facts),
+        out_type=jax.ShapeDtypeStruct((rows, n), out_dtype),
+        blocks=blocks,
+        cluster=cfg.cluster,
+        consumers=cfg.consumers,
+        scratch=scratch,
+        interpret=interpret,
+    )
+
+
+def _two_views(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
+    """Shared memory for tiles of 128 bytes in a row, as the copy engine and as the matrix units see it.
+
+    The bytes are the same. But a copy to a tiled view would have to begin at a multiple of 8 rows, and end within the
+    array's whole tiles.
+    """
+    plain = plgpu.SMEM(shape, dtype, transforms=_PLAIN)
+    return plain if interpret else plgpu.RefUnion(plain, plgpu.SMEM(shape, dtype, transforms=SWIZZLED))
+
+
+def _kernel(
+    lhs_ref,
+    rhs_ref,
+    *refs: Any,
+    cfg: MosaicConfig,
+    tiling: Tiling,
+    rows: int,
+    transpose_rhs: bool,
+    blocks: int,
+    interpret: bool,
+    weights,
+    tokens,
+    o_smem,
+    full,
+    free,
+    ahead,
+):
+    *table_refs, total_ref, ends_ref, first_ref, out_ref = refs
+    # The interpreter keeps the two views of a union apart; there, one serves both.
+    (weights_in, weights), (tokens_in, tokens) = ((x, x) if interpret else x for x in (weights, tokens))
+    block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
+    place = place_in_cluster(cfg.cluster)
+    steps = -(-lhs_ref.shape[1] // STEP)
+    count, first, end = extent(total_ref, ends_ref, first_ref, rows)
+    mine = lax.div(count + zero_items(tiling, rows, first, end) - block + (blocks - 1), jnp.int32(blocks))
+    last_item = table_refs[0].shape[0] - 1
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(cfg.stages))
+
+    def fetch(i):
+        """Reads the table's row for this block's item `i`; it is used one tile later, so the load costs no time."""
+        return tuple(ref[jnp.minimum(block + i * blocks, last_item)] for ref in table_refs)
+
+    def decode(i, fields):
+        """This block's part of its item `i`, and how many steps it makes for it."""
+        number = block + i * blocks
+        item = item_of_group(tiling, fields, number)
+        other = item_of_zeros(tiling, rows, first, end, number - count)
+        pick = lambda a, b: jnp.where(number < count, a, b)
+        item = Item(*(pick(getattr(item, f.name), getattr(other, f.name)) for f in dataclasses.fields(Item)))
+        loads = jnp.where((item.group >= 0) & (item.row < item.end), jnp.int32(steps), 0)
+        return dataclasses.replace(item, column=(item.column * cfg.cluster + place) * cfg.height), loads
+
+    def by_width(width, widths, run):
+        """Calls `run` with the least of `widths` that is no less than `width`, as a constant."""
+        for less, most in itertools.pairwise((0, *widths)):
+            pl.when((width > less) & (width <= most))(functools.partial(run, most))
+
+    @pl.when(wg == cfg.consumers)
+    def _produce():
+        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
+
+        def tile(item, loads, step):
+            def load_all(width):
+                def load(s, _):
+                    slot = slot_of(step + s)
+                    depth = pl.ds(s * STEP, STEP)
+                    plgpu.barrier_wait(free.at[slot])
+                    for c in range(cfg.consumers):
+                        columns = pl.ds(item.column + c * WGMMA_ROWS, WGMMA_ROWS)
+                        part = rhs_ref.at[
+                            (item.group, columns, depth) if transpose_rhs else (item.group, depth, columns)
+                        ]
+                        plgpu.copy_gmem_to_smem(part, weights_in.at[slot, c], full.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        lhs_ref.at[pl.ds(item.row, width), depth],
+                        tokens_in.at[slot, pl.ds(0, width)],
+                        full.at[slot],
+                        collective_axes=AXIS if cfg.cluster > 1 else None,
+                    )
+
+                lax.fori_loop(0, loads, load, None)
+
+            by_width(item.width, cfg.load_widths, load_all)
+
+        walk(mine, fetch, decode, tile)
+        # All barrier arrivals must be waited for before a block ends, and so must data that other blocks still send.
+        for s in range(cfg.stages):
+            plgpu.barrier_wait(free.at[s])
+
+    @pl.when(wg < cfg.consumers)
+    def _consume():
+        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
+        for s in range(cfg.stages):
+            plgpu.barrier_arrive(free.at[s])
+
+        def tile(item, loads, step):
+            def compute(width):
+                def operands(slot):
+                    left = weights.at[slot, wg]
+                    right = tokens.at[slot, pl.ds(0, width)].transpose((1, 0))
+                    return left if transpose_rhs else left.transpose((1, 0)), right
+
+                begun = lambda s: lead(cfg, wg, ahead, s)
+                parts = functools.partial(multiply, slot_of=slot_of, operands=operands, full=full, free=free)
+                value = parts((WGMMA_ROWS, width), step, steps, begun).astype(out_ref.dtype)
+                return widen(value, cfg.width, interpret=interpret)
+
+            def zeros():
+                return layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
+
+            branches = [zeros, *(functools.partial(compute, width) for width in tiling.widths)]
+            which = jnp.where(loads > 0, lax.div(item.width, jnp.int32(tiling.grain)), 0)
+            # The store is one piece of code for all widths: one for each would not fit the instruction cache.
+            value = lax.switch(which, branches)
+            last = jnp.minimum(item.end, item.row + item.width)
+            _store(value, o_smem.at[wg], out_ref, item.row, last, item.column + wg * WGMMA_ROWS, interpret=interpret)
+
+        follow(cfg, wg, ahead)
+        done = walk(mine, fetch, decode, tile)
+        lead_out(cfg, wg, ahead, done)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _store(value: Array, o_smem: Any, out_ref: Any, row: Any, end: Any, column: Any, *, interpret: bool) -> None:
+    """Stores a consumer's part of a tile, `[64, rows]`, to the rows of `out_ref` from `row` to `end`.
+
+    It goes through shared memory, `[slots, parts, rows, 128 bytes]`, piece by piece. Skips what lies past the last
+    column of `out_ref`.
+    """
+    slots, parts, height, across = o_smem.shape
+    for i, r in enumerate(range(0, value.shape[1], height)):
+        tile, first = o_smem.at[i % slots], row + r
+
+        @pl.when(first < end)
+        def _(i=i, tile=tile, first=first, r=r):
+            # What was stored before from the same memory must have been read; in an earlier tile it may be the last.
+            plgpu.wait_smem_to_gmem((slots - 1) * parts if i else 0, wait_read_only=True)
+            put(tile, value[:, r : r + height], interpret=interpret)
+            plgpu.commit_smem()
+            whole = (first + height <= end) & (column < out_ref.shape[1])
+            for part in range(parts):
+                at = out_ref.at[pl.ds(first, height), pl.ds(column + part * across, across)]
+                pl.when(whole)(functools.partial(plgpu.copy_smem_to_gmem, tile.at[part], at))
+
+            @pl.when(~whole)
+            def _():
+                for part in range(parts):
+                    copy_rows(tile.at[part], out_ref, first, column + part * across, end, interpret=interpret)

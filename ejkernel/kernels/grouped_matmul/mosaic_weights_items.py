@@ -1,0 +1,134 @@
+"""Which tiles are computed, and in which order, if weights are the left operand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.grouped_matmul.config import Order
+from ejkernel.kernels.grouped_matmul.mosaic_tables import ZEROS, divided, first_of, sums
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """How rows and columns of the result are cut; an item of work is what a cluster computes at a time.
+
+    Tiles of a group have `rows` rows, but the last two share what is left equally, in multiples of `grain`.
+
+    Attributes:
+      rows: Of the largest tile.
+      grain: Rows of the smallest tile, and by which tiles differ.
+      column_items: How many items the columns are cut into.
+      band: Tiles of rows that are computed for each item of columns.
+      order: Which groups come first.
+    """
+
+    rows: int
+    grain: int
+    column_items: int
+    band: int
+    order: Order
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows that a tile may have."""
+        return tuple(range(self.grain, self.rows + 1, self.grain))
+
+    def tiles(self, size: Any) -> Any:
+        """How many tiles `size` rows take."""
+        return divided(size + (self.rows - 1), self.rows)
+
+    def bound(self, rows: int, groups: int) -> int:
+        """How many items there can be, without those of zeros."""
+        return (rows // self.rows + groups) * self.column_items
+
+
+def items(
+    group_sizes: Array, rows: int, tiling: Tiling, first_row: Array | None
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The table of items; and their number and the rows that belong to no group, for `extent`.
+
+    The table has four columns: the group, its first row, its end, and its first item.
+    """
+    sizes, first = jnp.asarray(group_sizes, jnp.int32), first_of(first_row)
+    groups = sizes.shape[0]
+    counts = tiling.tiles(sizes) * tiling.column_items
+    square = (groups, groups)
+    mine, my_size = (lax.broadcast_in_dim(x, square, (0,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes))
+    other, its_size, counted = (
+        lax.broadcast_in_dim(x, square, (1,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes, counts)
+    )
+    sooner = other < mine
+    if tiling.order == "large first":
+        sooner = (its_size > my_size) | ((its_size == my_size) & sooner)
+    before, ends = sums([jnp.where(sooner, counted, 0), jnp.where(other <= mine, its_size, 0)], (1,))
+    starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
+    bound = tiling.bound(rows, groups)
+    item = lax.broadcasted_iota(jnp.int32, (bound, groups), 0)
+    group = lax.broadcasted_iota(jnp.int32, (bound, groups), 1)
+    here = (before[None] <= item) & (item < (before + counts)[None])
+    facts = [jnp.where(here, x, 0) for x in (group, starts[None], stops[None], before[None])]
+    # Every item holds the number of all items: a separate sum would be one more kernel.
+    facts.append(jnp.broadcast_to(counts[None], here.shape))
+    group, start, stop, offset, total = sums(facts, (1,))
+    return (group, start, stop, offset), (total, ends, first.reshape(1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """An item of work: its tile's first row and width, and the group's rows."""
+
+    group: Any
+    row: Any
+    width: Any
+    start: Any
+    end: Any
+    column: Any
+
+
+def item_of_group(tiling: Tiling, fields: tuple[Any, ...], number: Any) -> Item:
+    """What a row of the table says of item `number`."""
+    group, start, end, before = fields
+    local = number - before
+    size = end - start
+    tiles = tiling.tiles(size)
+    per_band = tiling.band * tiling.column_items
+    band = lax.div(local, jnp.int32(per_band))
+    height = jnp.clip(tiles - band * tiling.band, 1, tiling.band)
+    inside = local - band * per_band
+    column = lax.div(inside, height)
+    tile = band * tiling.band + (inside - column * height)
+    whole = jnp.maximum(tiles - 2, 0)
+    rest = size - whole * tiling.rows
+    shared = jnp.where(tiles > 1, lax.shift_right_logical(rest + 1, jnp.int32(1)), rest)
+    grains = jnp.maximum(divided(shared + (tiling.grain - 1), tiling.grain), 1)
+    early = tile < whole
+    row = jnp.where(early, tile * tiling.rows, whole * tiling.rows + (tile - whole) * (grains * tiling.grain))
+    width = jnp.where(early, tiling.rows, grains * tiling.grain)
+    return Item(group, start + row, width, start, end, column)
+
+
+def _zero_count(tiling: Tiling, start: Any, end: Any) -> Any:
+    return jnp.where(end > start, tiling.tiles(end - start) * tiling.column_items, 0)
+
+
+def zero_items(tiling: Tiling, rows: int, first: Any, end: Any) -> Any:
+    """How many items the rows of no group take."""
+    return _zero_count(tiling, jnp.int32(0), first) + _zero_count(tiling, end, jnp.int32(rows))
+
+
+def item_of_zeros(tiling: Tiling, rows: int, first: Any, end: Any, number: Any) -> Item:
+    """Item `number` of those for rows of no group."""
+    before = _zero_count(tiling, jnp.int32(0), first)
+    early = number < before
+    local = jnp.where(early, number, number - before)
+    start, stop = jnp.where(early, 0, end), jnp.where(early, first, rows)
+    tile = lax.div(local, jnp.int32(tiling.column_items))
+    row = start + tile * tiling.rows
+    return Item(jnp.int32(ZEROS), row, jnp.int32(tiling.rows), start, stop, local - tile * tiling.column_items)
