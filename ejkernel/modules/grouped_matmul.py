@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
-from ejkernel.kernels.grouped_matmul import xla
+from ejkernel.kernels.grouped_matmul import exact
 from ejkernel.kernels.grouped_matmul.backends import CONTRACTION, PRODUCT
 from ejkernel.kernels.grouped_matmul.config import MosaicConfig, MosaicDrhsConfig
 from ejkernel.kernels.grouped_matmul.groups import covered, local_groups
@@ -159,9 +159,8 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
 
     def reference(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, existing_out: Any, **kwargs: Any) -> Array:
         """Pieces of rows by XLA, at the highest precision."""
-        local, out_dtype = local_groups(sizes, offset, rhs.shape[0]), kwargs["out_dtype"]
-        options = {"transpose_rhs": kwargs["transpose_rhs"], "out_dtype": out_dtype, "precision": "highest"}
-        out = xla.forward(lhs, rhs, local.sizes, first_row=local.first_row, **options)
+        local = local_groups(sizes, offset, rhs.shape[0])
+        out = exact.product(lhs, rhs, local.sizes, local.first_row, kwargs["transpose_rhs"], kwargs["out_dtype"])
         return out if existing_out is None else jnp.where(_inside(lhs, rhs, sizes, offset)[:, None], out, existing_out)
 
 
@@ -206,8 +205,7 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
     def reference(self, lhs: Array, dout: Array, sizes: Array, offset: Any, **kwargs: Any) -> Array:
         """Pieces of rows by XLA, at the highest precision."""
         local = local_groups(sizes, offset, kwargs["groups"])
-        options = {"out_dtype": kwargs["out_dtype"], "precision": "highest"}
-        return xla.drhs(lhs, dout, local.sizes, first_row=local.first_row, **options)
+        return exact.contraction(lhs, dout, local.sizes, local.first_row, kwargs["out_dtype"])
 
 
 def _inside(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Array:

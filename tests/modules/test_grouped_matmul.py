@@ -287,3 +287,22 @@ def test_drhs_is_an_operation_of_its_own():
     assert close(GroupedDrhs()(LHS, dout, SIZES), want)
     with pytest.raises(GroupedMatmulArgumentError, match="with the same rows"):
         GroupedDrhs()(LHS, dout[1:], SIZES)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("offset", [None, 1])
+def test_what_configs_are_compared_with_has_the_same_gradients(transposed, offset):
+    kernel, rhs = GroupedMatmul(), RHS.swapaxes(1, 2) if transposed else RHS
+    rhs, options = rhs[:2] if offset else rhs, {"transpose_rhs": transposed, "out_dtype": "float32"}
+    both = [lambda a, b: kernel(a, b, SIZES, offset, transpose_rhs=transposed)]
+    both += [lambda a, b: kernel.reference(a, b, SIZES, offset, None, **options)]
+    assert close(*(jax.vjp(fn, LHS, rhs)[1](jnp.cos(both[0](LHS, rhs))) for fn in both))
+
+
+def test_what_configs_of_drhs_are_compared_with_has_the_same_gradients():
+    kernel, dout = GroupedDrhs(), jax.random.normal(jax.random.key(2), (40, 16))
+    both = [
+        lambda a, b: kernel(a, b, SIZES),
+        lambda a, b: kernel.reference(a, b, SIZES, None, groups=3, out_dtype="float32"),
+    ]
+    assert close(*(jax.vjp(fn, LHS, dout)[1](RHS) for fn in both))

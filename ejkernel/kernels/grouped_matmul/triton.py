@@ -109,7 +109,7 @@ def _forward_kernel(lhs_ref, rhs_ref, group_ref, row_ref, end_ref, out_ref, *, c
                 return acc + _dot(a, _load(rhs_ref, columns, depth, own), trans_b=True)
             return acc + _dot(a, _load(rhs_ref, depth, columns, own))
 
-        steps = jnp.where(group >= 0, pl.cdiv(k, cfg.block_k), 0)
+        steps = jnp.where(group >= 0, jnp.int32(pl.cdiv(k, cfg.block_k)), jnp.int32(0))
         acc = lax.fori_loop(0, steps, step, jnp.zeros((cfg.block_m, cfg.block_n), jnp.float32))
         target = out_ref.at[rows[0], columns[0]]
         plgpu.store(target, acc.astype(out_ref.dtype), mask=rows[1][:, None] & columns[1][None, :])
