@@ -1,5 +1,6 @@
 """Kernels that many tests share: one operation, written with each of the three gradient styles."""
 
+import threading
 from dataclasses import dataclass
 
 import jax
@@ -124,3 +125,14 @@ def table(ways, styles, whole=()):
             marks = () if short else pytest.mark.full
             rows.append(pytest.param(way, style, id=f"{name(way)}-{name(style)}", marks=marks))
     return rows
+
+
+def within(seconds, fn):
+    """`fn()`, or a failure if it takes longer: for what may wait without end."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fn()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"still running after {seconds} s"
+    assert found, "it raised"
+    return found[0]

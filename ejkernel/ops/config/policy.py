@@ -84,6 +84,15 @@ def policy_override(selector: ConfigSelectorChain | None = None, /, **changes: A
     return context.entered(override=context.Override(owner, tuple(sorted(changes.items()))))
 
 
+def as_stored() -> AbstractContextManager[None]:
+    """A context in which calls use what is stored for them, or their guess: nothing is tuned, checked or agreed on.
+
+    Tunings and checks run in it. A kernel that they run may call others, and those the first one again, as a product
+    whose gradients are products does: with a tuning inside of a tuning, each would wait for the other.
+    """
+    return policy_override(autotune="off", transfer=False, agree=False)
+
+
 def effective_policy(selector: ConfigSelectorChain) -> AutotunePolicy:
     """The policy of `selector` with all overrides that are active here, the innermost last."""
     policy = selector.policy

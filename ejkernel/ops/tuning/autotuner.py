@@ -13,6 +13,7 @@ import numpy as np
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.asking import source_of
+from ejkernel.ops.config.policy import as_stored
 from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.store import provenance
@@ -132,8 +133,9 @@ class Autotuner:
     def outside(self, run: Callable[[threading.Event], Tuning]) -> Tuning:
         """`run(stop)` where nothing is being traced; the first Ctrl-C sets `stop`."""
         stop = threading.Event()
-        # Overlays and policy are copied: a candidate may call other kernels.
-        return run_outside(lambda: run(stop), contexts=[context.same_scope()], on_interrupt=stop.set)
+        # A candidate may call other kernels: with the caller's overlays.
+        contexts = [context.same_scope(), as_stored()]
+        return run_outside(lambda: run(stop), contexts=contexts, on_interrupt=stop.set)
 
     def _tune(
         self,

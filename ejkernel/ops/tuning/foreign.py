@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.ops.config.asking import candidates, heuristic
+from ejkernel.ops.config.policy import as_stored
 from ejkernel.ops.config.selection import Tuner
 from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
@@ -51,7 +52,7 @@ class ProtocolTuner:
                 space = list(itertools.islice(Space.of(space, heuristic(inv, kernel)), MAX_LISTED))
             return self.tuner.autotune(problem.make_fn, problem.args, problem.kwargs, space)
 
-        return Chosen(run_outside(run, contexts=[context.same_scope()]))
+        return Chosen(run_outside(run, contexts=[context.same_scope(), as_stored()]))
 
 
 def as_tuner(tuner: Any) -> Any:

@@ -13,6 +13,7 @@ import jax
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.asking import source_of
+from ejkernel.ops.config.policy import as_stored
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.tuning.bench import Bench, Built, Rejected, Sample
 from ejkernel.ops.tuning.problem import from_call, from_cases
@@ -43,13 +44,15 @@ def _open(
 ) -> tuple[str, bool]:
     global _bench
     # Nothing else runs in here, so the most exact timer may be used.
-    _bench = open_bench(kernel, inv, cases, exclusive=True, **options)
+    with as_stored():
+        _bench = open_bench(kernel, inv, cases, exclusive=True, **options)
     return _timer()
 
 
 def _do(method: str, *args: Any) -> Any:
     assert _bench is not None
-    return getattr(_bench, method)(*args)
+    with as_stored():
+        return getattr(_bench, method)(*args)
 
 
 def _timer() -> tuple[str, bool]:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ejkernel.ops.config.asking import forward_of, heuristic, source_of
+from ejkernel.ops.config.policy import as_stored
 from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.store.persistent import PersistentCache
@@ -68,7 +69,7 @@ def prove(
     if name in history.proofs:
         found = Proof(history.proofs[name])
     elif now:
-        found = run_outside(partial(_prove, inv, kernel, cfg, guess), contexts=[context.same_scope()])
+        found = run_outside(partial(_prove, inv, kernel, cfg, guess), contexts=[context.same_scope(), as_stored()])
         logger.debug("%s %s: %r of another call: %s", inv.op_id, inv.call_key, cfg, found.reason or "proved")
         if found.certain:
             history.add_proof(name, cfg, found.reason)

@@ -14,7 +14,7 @@ from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overl
 from ejkernel.ops.config.selection import ConfigNotFoundError, SymbolicCallWarning
 from ejkernel.ops.execution.tuning import TuningError
 from ejkernel.ops.tuning.problem import TuningInputsError
-from tests.support import table
+from tests.support import table, within
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
@@ -186,6 +186,27 @@ def test_overlays_reach_the_kernels_that_a_candidate_calls():
     with overlay_cache({key: Work(FAST, tag=7)}):
         tuning_executor()(Outer(), X)
     assert seen == {7}
+
+
+class OwnGradient(Doubling):
+    """Its gradient is a call of itself: whoever compares gradients meets the very call that is being tuned."""
+
+    executor: Executor
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (self.executor(self, cotangents[0]),)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_kernel_whose_gradient_calls_the_kernel_again_is_tuned_once(differentiated):
+    events = []
+    executor = tuning_executor(on_event=lambda name, **data: events.append(name))
+    kernel = OwnGradient("own_gradient")
+    kernel.executor = executor
+    call = jax.jit(functools.partial(executor, kernel))
+    call = jax.grad(lambda x: jnp.vdot(executor(kernel, x), X)) if differentiated else call
+    assert jnp.array_equal(within(60, lambda: call(X)), 2 * X)
+    assert events.count("tuned") == 1
 
 
 class Noting:

@@ -12,6 +12,7 @@ from ejkernel import _compat
 from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, PersistentCache, policy_override
 from ejkernel.ops.tuning import proof
 from ejkernel.ops.tuning.bench import Bench
+from tests.support import within
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,15 @@ class WrongGuess(Dropping):
 
     def reference(self, x):
         return x + x
+
+
+class OwnGradient(WrongGuess):
+    """Its gradient is a call of itself, so that the proof of a call meets the same call."""
+
+    executor: Executor
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (self.executor(self, cotangents[0]),)
 
 
 FAR = jnp.ones(64)
@@ -267,3 +277,11 @@ def test_options_of_the_caller_count(setting, context):
             jax.jit(lambda x: executor(Total(), x))(jnp.arange(24.0, dtype="float32")), 2 * np.arange(24.0)
         )
         assert executor.choose_config(Total(), jnp.ones(24, jnp.float32)) == Chunks(8)
+
+
+def test_proof_of_a_kernel_whose_gradient_calls_the_kernel_again_ends(setting):
+    executor = setting(kernel := OwnGradient())
+    kernel.executor = executor
+    x = jnp.ones(24)
+    assert jnp.array_equal(within(60, lambda: executor(kernel, x)), 2 * x)
+    assert executor.explain(kernel, x).tier == "transferred"

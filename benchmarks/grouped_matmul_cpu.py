@@ -1,0 +1,72 @@
+"""Grouped products on a CPU beside one dense product of as many operations and `lax.ragged_dot`, in one run.
+
+python benchmarks/grouped_matmul_cpu.py --rows 4096 --groups 16 --k 512 --n 1024 --rounds 9
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import platform
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, draw_group_sizes
+from ejkernel.modules import grouped_matmul
+
+
+def calls(options, distribution):
+    """Name -> forward, and forward with both gradients, ready to run."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    lhs = jax.random.normal(keys[0], (options.rows, options.k))
+    rhs = jax.random.normal(keys[1], (options.groups, options.k, options.n))
+    sizes = jnp.asarray(draw_group_sizes(options.rows, options.groups, distribution))
+    functions = {
+        "ours": (lambda a, b: grouped_matmul(a, b, sizes), rhs),
+        "lax": (lambda a, b: jax.lax.ragged_dot(a, b, sizes), rhs),
+        "dense": (lambda a, b: a @ b, rhs[0]),
+    }
+    ones = jnp.ones((options.rows, options.n))
+    for name, (fn, weights) in functions.items():
+        forward = jax.jit(fn)
+        both = jax.jit(lambda a, b, fn=fn: jax.vjp(fn, a, b)[1](ones))
+        yield name, "forward", lambda fn=forward, w=weights: fn(lhs, w)
+        yield name, "with gradients", lambda both=both, fn=forward, w=weights: (fn(lhs, w), both(lhs, w))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("rows", 4096), ("groups", 16), ("k", 512), ("n", 1024), ("rounds", 9)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--distributions", nargs="+", default=["even", "uneven"], choices=DISTRIBUTIONS)
+    options = parser.parse_args()
+    print(f"{platform.machine()}, JAX {jax.__version__}, float32, {options.rows} rows, {options.groups} groups,")
+    print(f"{options.k} to {options.n}, medians of {options.rounds} rounds (one of lax), ratios to the dense product.\n")
+    print("| groups | pass | dense, ms | ours | `lax.ragged_dot` |\n|---|---|---|---|---|")
+    for distribution in options.distributions:
+        ready = list(calls(options, distribution))
+        times: dict[tuple[str, str], list[float]] = {}
+        for _, _, call in ready:
+            jax.block_until_ready(call())
+        for i in range(options.rounds):
+            for name, what, call in ready:
+                if name == "lax" and i > 0:
+                    continue  # Seconds for one call.
+                begun = time.perf_counter()
+                jax.block_until_ready(call())
+                times.setdefault((name, what), []).append(time.perf_counter() - begun)
+        found = {key: statistics.median(values) for key, values in times.items()}
+        for what in ("forward", "with gradients"):
+            dense = found["dense", what]
+            ours, lax = (found[name, what] / dense for name in ("ours", "lax"))
+            print(f"| {distribution} | {what} | {1e3 * dense:.1f} | {ours:.2f} | {lax:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
