@@ -14,7 +14,8 @@ help:  ## This list.
 demo: $(RUNS)  ## Tune flash attention on this machine's device and print what became of every candidate.
 	$(BIN)/python examples/demo.py
 
-test: lint suite  ## Lint, then the CPU suite.
+test: $(STAMP)  ## Lint and the CPU suite, at the same time.
+	$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: $(STAMP)  ## The CPU suite, without the whole products of cases.
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu and not full"

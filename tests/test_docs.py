@@ -22,11 +22,20 @@ from ejkernel.ops.utils import env
 from scripts.run_page import PageError, commands, matches, run_command
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "\n```" in p.read_text())
+PAGES = [p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "\n```" in p.read_text()]
+
+
+TUNE_FOR_LONG = {"tutorial.md", "offline.md", "fused_kernel.py", "tune_offline.py"}
+"""What takes ten seconds and more: in the full suite, and partly in `make walk-through`."""
+
+
+def files(paths):
+    marks = lambda path: pytest.mark.full if path.name in TUNE_FOR_LONG else ()
+    return [pytest.param(path, marks=marks(path), id=str(path.relative_to(ROOT))) for path in sorted(paths)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", files(PAGES))
 def test_code_blocks_run(page, tmp_path):
     folder = tmp_path / "page"
     folder.mkdir()
@@ -37,14 +46,14 @@ def test_code_blocks_run(page, tmp_path):
 
 
 ARGUMENTS = {
-    "demo.py": ["--budget", "4"],
+    "demo.py": ["--budget", "2"],
     "fused_kernel.py": ["--budget", "3"],
     "transformer.py": ["--steps", "3"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("script", files(ROOT.glob("examples/*.py")))
 def test_example_runs(script):
     command = [sys.executable, script, *ARGUMENTS.get(script.name, [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)

@@ -230,6 +230,7 @@ def test_a_config_may_fix_every_pass():
     assert close(got, jax.grad(partial(loss, grouped_matmul), (0, 1))(LHS, RHS))
 
 
+@pytest.mark.full
 def test_each_pass_is_tuned_and_stored_apart(tmp_path):
     tuner = Autotuner(progress=False, max_candidates=2)
     selector = ConfigSelectorChain(persistent=PersistentCache(tmp_path), tuner=tuner)

@@ -36,6 +36,7 @@ from tests.support import (
     Plain,
     Residuals,
     Scale,
+    fully,
     new_executor,
     reference_of,
     table,
@@ -574,7 +575,10 @@ def test_kernel_that_is_gone_leaves_its_equations():
     same(jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr))(x, x), [true(x, x)])
 
 
-@pytest.mark.parametrize("place", DERIVATIVES)
+@pytest.mark.parametrize(
+    "place",
+    ["vmap of grad", "grad of jit of vmap", *fully("grad of vmap", "jit of vmap of grad", "vmap of jit of grad")],
+)
 def test_kernel_that_holds_arrays_is_gone_with_its_last_user(place):
     def run(executor, kernel):
         f = DERIVATIVES[place](lambda x, y: executor(kernel, x))

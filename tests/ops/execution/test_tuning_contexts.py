@@ -14,7 +14,7 @@ from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overl
 from ejkernel.ops.config.selection import ConfigNotFoundError, SymbolicCallWarning
 from ejkernel.ops.execution.tuning import TuningError
 from ejkernel.ops.tuning.problem import TuningInputsError
-from tests.support import table, within
+from tests.support import fully, table, within
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
@@ -330,7 +330,7 @@ def test_example_inputs_serve_abstract_calls_only():
     assert GatheringWithExamples.examples == before + 1
 
 
-@pytest.mark.parametrize("style", ["grad", "jvp", "vmap of grad", "constant of a jit"])
+@pytest.mark.parametrize("style", ["grad", "vmap of grad", *fully("jvp", "constant of a jit")])
 def test_integers_that_are_known_are_used_beside_what_is_traced(style):
     index, executor = jnp.arange(4), tuning_executor()
     run = lambda x: executor(Gathering(), x, index).sum()

@@ -96,6 +96,7 @@ def test_process_with_an_entry_gives_it_to_those_without(tmp_path):
     assert sum(each["written"] for each in found) == 2 + 1 + 1, "only the process that measures stores"
 
 
+@pytest.mark.full
 def test_job_that_is_started_again_measures_nothing(tmp_path):
     script = """
     events = []
@@ -237,6 +238,7 @@ def test_frozen_batch_whose_single_call_is_not_stored_runs_in_every_process(tmp_
     assert [each["ratio"] for each in processes.told(processes.start(script, 2, tmp_path))] == [pytest.approx(7)] * 2
 
 
+@pytest.mark.full
 def test_tuning_in_all_processes_is_agreed_on_anew_and_reaches_jitted_code(tmp_path):
     script = """
     from jax.experimental.multihost_utils import sync_global_devices

@@ -127,6 +127,7 @@ mesh = jax.make_mesh((count,), ("d",))
 """
 
 
+@pytest.mark.full
 def test_kernel_that_communicates_is_measured_by_all_and_fails_if_it_fails_anywhere(tmp_path):
     script = """
     import os
