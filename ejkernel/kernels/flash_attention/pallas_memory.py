@@ -54,7 +54,9 @@ def _kept(kernel: Kernel, rows: int, cols: int, call: Attention) -> int:
     precise = call.query.dtype.itemsize == 4 and precision is not None
     tiles = (_TILES_PRECISE if precise else _TILES)[kernel]
     tiles += _TILES_PER_RULE * ((rules.soft_cap is not None) + (extras.dropout_seed is not None))
-    return int(_ways(cols, call) * tiles * min(PART, own) * other * 4)
+    kept = int(_ways(cols, call) * tiles * min(PART, own) * other * 4)
+    # Precise products are computed from parts of their factors, too.
+    return kept + (4 * (rows + cols) * (call.query.shape[3] + call.value.shape[3]) if precise else 0)
 
 
 def _ways(cols: int, call: Attention) -> int:
