@@ -170,7 +170,7 @@ def report(options):
                 a, b = (bundles(x[kernel], blocks, shape[1]) for x in (kernels, peers))
                 yield f"| {where} | {kernel} | {a:.0f} | {b:.0f} | {a / b:.2f} |"
             memory += [
-                f"| {where} | {what} | {a / 2**20:.0f} | {b / 2**20:.0f} | {a / b:.2f} |"
+                f"| {where} | {what} | {a / 2**20:.1f} | {b / 2**20:.1f} | {f'{a / b:.2f}' if b else '-'} |"
                 for what, a, b in zip(("forward", "with backward"), own, other, strict=True)
             ]
     yield ""
