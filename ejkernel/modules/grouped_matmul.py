@@ -160,7 +160,7 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
     def reference(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, existing_out: Any, **kwargs: Any) -> Array:
         """Pieces of rows by XLA, at the highest precision."""
         local = local_groups(sizes, offset, rhs.shape[0])
-        out = exact.product(lhs, rhs, local.sizes, local.first_row, kwargs["transpose_rhs"], kwargs["out_dtype"])
+        out: Any = exact.product(lhs, rhs, local.sizes, local.first_row, kwargs["transpose_rhs"], kwargs["out_dtype"])
         return out if existing_out is None else jnp.where(_inside(lhs, rhs, sizes, offset)[:, None], out, existing_out)
 
 
