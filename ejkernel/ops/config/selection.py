@@ -23,7 +23,7 @@ from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.canonical import same_cfg
-from ejkernel.ops.utils.fingerprint import current_device, qualified_name
+from ejkernel.ops.utils.fingerprint import current_device, qualified_name, require_here
 from ejkernel.ops.utils.services import services
 
 if TYPE_CHECKING:
@@ -449,6 +449,7 @@ class ConfigSelectorChain:
     def measured(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True) -> Any:
         """Measures and stores in memory; on disk too, unless another process does that."""
         fits = lambda entry: accepts(inv, kernel, entry.cfg)
+        require_here(f"tuning {inv.op_id}")  # Here too: a tuner need not be ours.
         near = self._nearest(inv, kernel, effective_policy(self), fits)
         store = self.persistent if self.persist_autotune and persist else None
         seeds = () if near is None else (near.cfg,)
