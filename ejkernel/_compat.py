@@ -55,6 +55,12 @@ def without_consts(jaxpr: Any) -> tuple[list[Any], Any]:
     return jaxpr.consts, _pe.close_jaxpr(_pe.convert_constvars_jaxpr(jaxpr.jaxpr))
 
 
+def lowered_types(jaxpr: Any) -> Any:
+    """The equations with JAX's simple types only; the same ones in versions that have no other."""
+    lower = getattr(_pe, "lower_jaxpr2", None)
+    return jaxpr if lower is None else lower(jaxpr)
+
+
 def def_as_jit(primitive: Any, fn: Callable[..., Any]) -> None:
     """Makes `jax.checkpoint`, `checkify` and `jet` treat a primitive as the jitted function that `fn(**params)` gives.
 

@@ -146,8 +146,8 @@ def _lower(ctx: Any, *operands: Any, batching: Batching, consts: int, fixed: boo
 
 
 _call.def_impl(_run)
-# JAX 0.12 lowers equations with types of its own (references in an interpreted kernel) to simpler ones: as jit does.
-_call.to_lojax = _run
+# JAX 0.12 lowers equations with types of its own (references in an interpreted kernel) to simpler ones; the call stays.
+_call.to_lojax = lambda *operands, jaxpr, **params: _call.bind(*operands, jaxpr=_compat.lowered_types(jaxpr), **params)
 _call.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
 mlir.register_lowering(_call, _lower)
 ad.primitive_jvps[_call] = _jvp
