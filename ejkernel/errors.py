@@ -49,6 +49,7 @@ _HOMES = {
     "ops.store.packs": ("PackError",),
     "ops.store.persistent": ("StoreSettingError",),
     "ops.store.places": ("StoreKeyError",),
+    "ops.tuning.clock": ("RankingError",),
     "ops.tuning.isolated": ("IsolatedBenchError",),
     "ops.tuning.problem": ("TuningInputsError",),
     "ops.tuning.racing": ("RaceError",),

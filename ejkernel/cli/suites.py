@@ -37,7 +37,12 @@ class NamedCall(NamedTuple):
         """Whether `entry` is a finished measurement of this call, by today's kernel and JAX."""
         kernel = self.inv.kernel
         assert kernel is not None
-        if entry is None or not entry.complete or provenance.changes(entry.provenance, source_of(kernel)):
+        if (
+            entry is None
+            or not entry.complete
+            or entry.clock is not None
+            or provenance.changes(entry.provenance, source_of(kernel))
+        ):
             return False
         try:
             return entry.typed(source_of(kernel).cfg_type).cfg is not None

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.visits import needed_steps as needed_steps
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 

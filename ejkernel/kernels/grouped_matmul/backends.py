@@ -59,6 +59,10 @@ class _Functions:
         """The params to choose from, the guess first."""
         return self.space(self.problem(inv))
 
+    def needed_steps(self, inv: Invocation[Any, Any], params: Any, *, backward: bool) -> int | None:
+        """Steps of a TPU kernel's grid that compute something; None of other kernels."""
+        return tiles.tpu_steps(self.problem(inv), params) if isinstance(params, TpuConfig) else None
+
 
 class _Product(_Functions):
     """The forward; with transposed weights it also computes dlhs."""

@@ -8,6 +8,7 @@ import itertools
 import jax.numpy as jnp
 
 from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
 
 _REGISTERS = 255
@@ -100,6 +101,14 @@ def tpu_space(problem: Problem) -> list[TpuConfig]:
         for m, depth, columns in itertools.product((128, 256, 512), (256, 512, 1024), (256, 512, 1024))
     ]
     return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(problem.item_bytes, problem.out_bytes) is None]
+
+
+def tpu_steps(problem: Problem, cfg: TpuConfig) -> int:
+    """Steps of the TPU kernels' grids that compute something, if rows fall on groups unevenly."""
+    sizes = draw_group_sizes(problem.rows, problem.groups, "uneven")
+    ends = sizes.cumsum()
+    tiles = -(-ends // cfg.block_m) - (ends - sizes) // cfg.block_m
+    return int(tiles[sizes > 0].sum()) * -(-problem.k // cfg.block_k) * -(-problem.n // cfg.block_n)
 
 
 def _ceil(x: int) -> int:

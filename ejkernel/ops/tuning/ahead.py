@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,23 +37,33 @@ class Compiled:
     output_bytes: int
 
 
-def compiled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, target: Target, device: Any) -> Compiled:
+def compiled(
+    inv: Invocation[Any, Any],
+    kernel: Kernel[Any, Any],
+    cfg: Any,
+    target: Target,
+    device: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
     """Compiles a call, forward or backward, with one config; `device` is one of the target's.
 
     Raises whatever the kernel or the compiler does.
     """
     with compiling_for(target, device):
         fn, trees = program(inv, kernel, cfg)
-        return compile_program(fn, trees, device)
+        return compile_program(fn, trees, device, options)
 
 
-def compile_program(fn: Callable[..., Any], trees: tuple[Any, ...], device: Any) -> Compiled:
-    """Compiles `fn(*trees)`, inside `compiling_for`."""
+def compile_program(
+    fn: Callable[..., Any], trees: tuple[Any, ...], device: Any, options: Mapping[str, Any] | None = None
+) -> Compiled:
+    """Compiles `fn(*trees)`, inside `compiling_for`, with options of the compiler."""
     arrays, statics = arguments.split(trees)
     here = SingleDeviceSharding(device)
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in arrays]
     lowered = jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics))).lower(placed)
-    memory = lowered.compile().memory_analysis()
+    memory = lowered.compile(compiler_options=dict(options or {})).memory_analysis()
     return Compiled(
         kernels=len(_KERNELS.findall(lowered.as_text())),
         temp_bytes=memory.temp_size_in_bytes,

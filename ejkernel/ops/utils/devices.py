@@ -25,6 +25,8 @@ class Device(NamedTuple):
     """Dense 16-bit operations per second."""
     bytes_per_s: float = 0.0
     """Of the main memory."""
+    vmem_bytes: int = 0
+    """The fast memory of a TPU's core, of which a kernel may use all."""
 
 
 HOPPER = Device(capability="9.0", sms=132, block_bytes=232_448, cache_bytes=50 << 20, flops=989e12, bytes_per_s=3.35e12)
@@ -32,9 +34,10 @@ HOPPER = Device(capability="9.0", sms=132, block_bytes=232_448, cache_bytes=50 <
 _A100 = Device(capability="8.0", sms=108, block_bytes=166_912, cache_bytes=40 << 20)
 _ADA = Device(capability="8.9", block_bytes=101_376)
 _BLACKWELL = Device(capability="10.0", sms=148, block_bytes=232_448, cache_bytes=126 << 20)
-_V5E = Device("v5e", memory_bytes=16 << 30, flops=197e12, bytes_per_s=0.82e12)
-_V5P = Device("v5p", memory_bytes=95 << 30, flops=459e12, bytes_per_s=2.77e12)
-_V6E = Device("v6e", memory_bytes=32 << 30, flops=918e12, bytes_per_s=1.64e12)
+_V5E = Device("v5e", memory_bytes=16 << 30, flops=197e12, bytes_per_s=0.82e12, vmem_bytes=128 << 20)
+_V5P = Device("v5p", memory_bytes=95 << 30, flops=459e12, bytes_per_s=2.77e12, vmem_bytes=64 << 20)
+_V6E = Device("v6e", memory_bytes=32 << 30, flops=918e12, bytes_per_s=1.64e12, vmem_bytes=128 << 20)
+_V7X = Device("v7x", memory_bytes=96 << 30, flops=1153e12, bytes_per_s=3.69e12, vmem_bytes=64 << 20)
 
 DEVICES = {
     "H200": HOPPER._replace(memory_bytes=140 << 30, cache_bytes=60 << 20, bytes_per_s=4.8e12),
@@ -48,15 +51,15 @@ DEVICES = {
     "L40": _ADA._replace(sms=142, cache_bytes=96 << 20),
     "L4": _ADA._replace(sms=58, cache_bytes=48 << 20),
     "TPU v4 lite": Device("v4i"),
-    "TPU v4": Device("v4", memory_bytes=32 << 30, flops=275e12, bytes_per_s=1.2e12),
+    "TPU v4": Device("v4", memory_bytes=32 << 30, flops=275e12, bytes_per_s=1.2e12, vmem_bytes=16 << 20),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
     "TPU v5p": _V5P,
     "TPU v5": _V5P,
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
-    "TPU7x": Device("v7x", memory_bytes=96 << 30, flops=1153e12, bytes_per_s=3.69e12),
-    "TPU v7x": Device("v7x", memory_bytes=96 << 30, flops=1153e12, bytes_per_s=3.69e12),
+    "TPU7x": _V7X,
+    "TPU v7x": _V7X,
 }
 """By words of the device's name; if two fit, the first is used. TPUs have several names for one kind."""
 
