@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from ejkernel.cli import calls, suites
 from ejkernel.cli.output import print_json, print_table, short_repr, tell
@@ -56,8 +57,9 @@ def tune(
 ) -> int:
     """Ranks the configs of the calls, stores the best, and returns the exit code."""
     target = targets.find(name)
-    # Whatever is installed for the target must not be taken for a device of this machine.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        # Whatever is installed for the target must not be taken for a device of this machine.
+        jax.config.update("jax_platforms", "cpu")
     with targets.compiling_for(target):
         named, missing = _calls(wanted, target)
     old = {e.place: e for e in packs.read(out).entries} if out is not None and out.exists() else {}

@@ -97,8 +97,9 @@ class PersistentCache:
     ) -> StoredEntry | None:
         """Entry of a key with its config typed, from the first layer that has one that fits.
 
-        One that was measured comes before those that only a compiler has ranked, whichever layer has it. With `kernel`, an entry that was measured with another source of it or another JAX has the reason in `stale`;
-        the policy "ignore" skips it.
+        One that was measured comes before those that only a compiler has ranked, whichever layer has it. With `kernel`,
+        an entry that was measured with another source of it or another JAX has the reason in `stale`; the policy
+        "ignore" skips it.
         """
         where = places.places_of(places.split(key, "PersistentCache.lookup"))
         policy = self.stale if stale is None else _stale(stale)
