@@ -51,6 +51,7 @@ _HOMES = {
     "ops.tuning.isolated": ("IsolatedBenchError",),
     "ops.tuning.problem": ("TuningInputsError",),
     "ops.tuning.racing": ("RaceError",),
+    "ops.tuning.schedule": ("ScheduleError",),
     "ops.tuning.search.space": ("SpaceError",),
     "ops.tuning.session": ("TuningError",),
     "ops.tuning.shortfall": ("TuningWarning",),
