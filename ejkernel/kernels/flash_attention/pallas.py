@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
-from ejkernel.kernels.flash_attention.pallas_cut import Cut, Place, View, fitted
+from ejkernel.kernels.flash_attention.pallas_cut import Cut, Part, Place, View, fitted
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
@@ -90,12 +90,13 @@ def _forward_kernel(refs: Any, o_ref: Any, sums_ref: Any, o_acc: Any, m_acc: Any
         l_acc[...] = jnp.zeros(l_acc.shape, jnp.float32)
         _keep(ids, refs, "q_ids")
 
-    def step(masked: bool) -> None:
-        seen = cut.seen(place, _pair(ids, refs, "kv_ids", cut.cols), 0) if masked else None
-        s, _ = pallas_tile.unscaled(refs["q"][...], refs["k"][...], seen, cut.rules)
-        carry = o_acc[...], m_acc[...], l_acc[...]
-        carry = pallas_tile.accumulate(carry, s, refs["v"][...], cut.dropper(refs, place, 0), cut.rules)
-        o_acc[...], m_acc[...], l_acc[...] = carry
+    def step(masked: bool, part: Part) -> None:
+        at, there = part.own_rows, part.other_rows
+        seen = cut.seen(place, part, _pair(ids, refs, "kv_ids", part), 0) if masked else None
+        s, _ = pallas_tile.unscaled(refs["q"][at, :], refs["k"][there, :], seen, cut.rules)
+        carry = o_acc[at, :], m_acc[at, :], l_acc[at, :]
+        carry = pallas_tile.accumulate(carry, s, refs["v"][there, :], cut.dropper(refs, place, part, 0), cut.rules)
+        o_acc[at, :], m_acc[at, :], l_acc[at, :] = carry
 
     cut.keys.compute(i, t, step)
 
@@ -165,14 +166,15 @@ def _query_kernel(refs: Any, dq_ref: Any, dq_acc: Any, lse: Any, delta: Any, *id
         lse[...], delta[...] = pallas_tile.column(refs["lse"][...]), pallas_tile.column(refs["delta"][...])
         _keep(ids, refs, "q_ids")
 
-    def step(masked: bool) -> None:
-        seen = cut.seen(place, _pair(ids, refs, "kv_ids", cut.cols), 0) if masked else None
-        k = refs["k"][...]
-        s, slope = pallas_tile.unscaled(refs["q"][...], k, seen, cut.rules)
-        dp = tile.dot(refs["dout"][...], refs["v"][...], (1, 1), cut.rules)
-        rows = (pallas_tile.spread(x[...], cut.cols) for x in (lse, delta))
-        _, ds = pallas_tile.weights(s, slope, *rows, dp, cut.dropper(refs, place, 0), cut.rules)
-        dq_acc[...] += tile.dot(ds.astype(k.dtype), k, (1, 0), cut.rules)
+    def step(masked: bool, part: Part) -> None:
+        at, there = part.own_rows, part.other_rows
+        k, v = refs["k"][there, :], refs["v"][there, :]
+        seen = cut.seen(place, part, _pair(ids, refs, "kv_ids", part), 0) if masked else None
+        s, slope = pallas_tile.unscaled(refs["q"][at, :], k, seen, cut.rules)
+        dp = tile.dot(refs["dout"][at, :], v, (1, 1), cut.rules)
+        rows = (pallas_tile.spread(x[at, :], part.others) for x in (lse, delta))
+        _, ds = pallas_tile.weights(s, slope, *rows, dp, cut.dropper(refs, place, part, 0), cut.rules)
+        dq_acc[at, :] += tile.dot(ds.astype(k.dtype), k, (1, 0), cut.rules)
 
     cut.keys.compute(i, t, step)
 
@@ -192,16 +194,17 @@ def _key_kernel(refs: Any, dk_ref: Any, dv_ref: Any, dk_acc: Any, dv_acc: Any, *
         dv_acc[...] = jnp.zeros(dv_acc.shape, jnp.float32)
         _keep(ids, refs, "kv_ids")
 
-    def step(masked: bool) -> None:
-        pair = _pair(ids, refs, "q_ids", cut.rows)
-        seen = cut.seen(place, pair and pair[::-1], 1) if masked else None
-        q, dout = refs["q"][...], refs["dout"][...]
-        s, slope = pallas_tile.unscaled(refs["k"][...], q, seen, cut.rules)
-        dp = tile.dot(refs["v"][...], dout, (1, 1), cut.rules)
-        rows = refs["lse"][...], refs["delta"][...]
-        p, ds = pallas_tile.weights(s, slope, *rows, dp, cut.dropper(refs, place, 1), cut.rules)
-        dv_acc[...] += tile.dot(p.astype(dout.dtype), dout, (1, 0), cut.rules)
-        dk_acc[...] += tile.dot(ds.astype(q.dtype), q, (1, 0), cut.rules)
+    def step(masked: bool, part: Part) -> None:
+        at, there = part.own_rows, part.other_rows
+        q, dout = refs["q"][there, :], refs["dout"][there, :]
+        pair = _pair(ids, refs, "q_ids", part)
+        seen = cut.seen(place, part, pair and pair[::-1], 1) if masked else None
+        s, slope = pallas_tile.unscaled(refs["k"][at, :], q, seen, cut.rules)
+        dp = tile.dot(refs["v"][at, :], dout, (1, 1), cut.rules)
+        rows = refs["lse"][:, there], refs["delta"][:, there]
+        p, ds = pallas_tile.weights(s, slope, *rows, dp, cut.dropper(refs, place, part, 1), cut.rules)
+        dv_acc[at, :] += tile.dot(p.astype(dout.dtype), dout, (1, 0), cut.rules)
+        dk_acc[at, :] += tile.dot(ds.astype(q.dtype), q, (1, 0), cut.rules)
 
     cut.queries.compute(j, t, step)
 
@@ -219,9 +222,11 @@ def _keep(ids: tuple[Any, ...], refs: Any, name: str) -> None:
         kept[...] = pallas_tile.column(refs[name][...])
 
 
-def _pair(ids: tuple[Any, ...], refs: Any, name: str, width: int) -> tuple[Any, Any] | None:
-    """Ids of the block that stays and of the one that is walked to, if there are any."""
-    return (pallas_tile.spread(ids[0][...], width), refs[name][...]) if ids else None
+def _pair(ids: tuple[Any, ...], refs: Any, name: str, part: Part) -> tuple[Any, Any] | None:
+    """Ids of a part of the block that stays and of the one that is walked to, if there are any."""
+    if not ids:
+        return None
+    return pallas_tile.spread(ids[0][part.own_rows, :], part.others), refs[name][:, part.other_rows]
 
 
 # --- Around the kernels ---
