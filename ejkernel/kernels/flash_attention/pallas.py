@@ -15,13 +15,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
-from ejkernel.kernels.flash_attention.pallas_cut import Cut, Part, Place, View, fitted
+from ejkernel.kernels.flash_attention.pallas_cut import Cut, Part, Place, View, bundles, fitted
+from ejkernel.kernels.flash_attention.pallas_memory import SCOPE_BYTES, Kernel, vmem_bytes
 from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils import devices, fingerprint
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
 Array = jax.Array
 
 _SIZES = (256, 512, 1024)
+_BACKWARD: tuple[Kernel, ...] = ("dq", "dkv")
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
@@ -35,19 +38,26 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
 
 
 def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
-    """The guess, and other tiles."""
-    return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
+    """The guess, and other tiles that fit."""
+    blocks = _blocks(Attention.of(inv.args, inv.kwargs), ("forward",))
+    return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in blocks]
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
-    """The guess, and other tiles."""
-    return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
+    """The guess, and other tiles that fit."""
+    blocks = _blocks(Attention.of(inv.args, inv.kwargs), _BACKWARD)
+    return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in blocks]
 
 
-def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
-    q_len, kv_len = inv.args[0].shape[1], inv.args[1].shape[1]
-    pairs = [(512, 512), *((rows, cols) for rows in _SIZES for cols in _SIZES)]
-    return list(dict.fromkeys((fitted(rows, q_len), fitted(cols, kv_len)) for rows, cols in pairs))
+def _blocks(call: Attention, kernels: tuple[Kernel, ...]) -> list[tuple[int, int]]:
+    """Blocks of queries and keys that fit the device's fast memory, the fewest bundles first."""
+    q_len, kv_len = call.query.shape[1], call.key.shape[1]
+    sizes = dict.fromkeys((fitted(rows, q_len), fitted(cols, kv_len)) for rows in _SIZES for cols in _SIZES)
+    room = devices.find(fingerprint.current_device().device_kind).vmem_bytes
+    most = lambda block: max(vmem_bytes(kernel, block[0], block[1], call) for kernel in kernels)
+    fitting = [block for block in sizes if not room or most(block) <= room] or [min(sizes, key=most)]
+    guess = min(fitting, key=lambda block: bundles(block[0], block[1], call))
+    return [guess, *(block for block in fitting if block != guess)]
 
 
 def forward(
@@ -61,7 +71,8 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
-    cut = _cut(query, key, value, extras, rules, params)
+    call = Attention(query, key, value, extras, rules)
+    cut = _cut(call, params, ("forward",))
     batch, q_len, heads, _ = query.shape
     dim = value.shape[3]
     out, sums = tile.call(
@@ -73,7 +84,7 @@ def forward(
         ],
         grid=(batch, heads, cut.q_blocks, cut.keys.width),
         scratch_shapes=[_floats(cut.rows, dim), *_columns(cut.rows, 2), *_ids(cut, cut.rows)],
-        **_options("forward", interpret, sequential=1),
+        **_options("forward", cut, call, interpret, sequential=1),
     )
     sums = masks.LogSum(sums[:, :, 0, :q_len], sums[:, :, 1, :q_len])
     return masks.with_sinks(out[:, :, :q_len].swapaxes(1, 2), sums, extras.softmax_aux)
@@ -121,7 +132,8 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, None]:
     """Returns the gradients of query, key and value."""
-    cut = _cut(query, key, value, extras, rules, params)
+    call = Attention(query, key, value, extras, rules)
+    cut = _cut(call, params, _BACKWARD)
     (batch, q_len, heads, dim), (kv_len, kv_heads, value_dim) = query.shape, value.shape[1:]
     units = pallas_tile.in_units(lse, rules)
     dout, delta = masks.unlost(dout, delta, units.rest)
@@ -139,7 +151,7 @@ def backward(
         [(((batch, heads, cut.q_length, dim), query.dtype), cut.by_query.queries(dim))],
         grid=(batch, heads, cut.q_blocks, cut.keys.width),
         scratch_shapes=[_floats(cut.rows, dim), *_columns(cut.rows, 2), *_ids(cut, cut.rows)],
-        **_options("dq", interpret, sequential=1),
+        **_options("dq", cut, call, interpret, sequential=1),
     )
     dk, dv = tile.call(
         partial(_key_kernel, cut=cut),
@@ -150,7 +162,7 @@ def backward(
         ],
         grid=(batch, kv_heads, cut.kv_blocks, cut.group, cut.queries.width),
         scratch_shapes=[_floats(cut.cols, dim), _floats(cut.cols, value_dim), *_ids(cut, cut.cols)],
-        **_options("dkv", interpret, sequential=2),
+        **_options("dkv", cut, call, interpret, sequential=2),
     )
     dq, dk, dv = dq[:, :, :q_len], dk[:, :, :kv_len], dv[:, :, :kv_len]
     return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2), None
@@ -172,8 +184,8 @@ def _query_kernel(refs: Any, dq_ref: Any, dq_acc: Any, lse: Any, delta: Any, *id
         seen = cut.seen(place, part, _pair(ids, refs, "kv_ids", part), 0) if masked else None
         s, slope = pallas_tile.unscaled(refs["q"][at, :], k, seen, cut.rules)
         dp = tile.dot(refs["dout"][at, :], v, (1, 1), cut.rules)
-        rows = (pallas_tile.spread(x[at, :], part.others) for x in (lse, delta))
-        _, ds = pallas_tile.weights(s, slope, *rows, dp, cut.dropper(refs, place, part, 0), cut.rules)
+        top, mean = (pallas_tile.spread(x[at, :], part.others) for x in (lse, delta))
+        _, ds = pallas_tile.weights(s, slope, top, mean, dp, cut.dropper(refs, place, part, 0), cut.rules)
         dq_acc[at, :] += tile.dot(ds.astype(k.dtype), k, (1, 0), cut.rules)
 
     cut.keys.compute(i, t, step)
@@ -232,9 +244,12 @@ def _pair(ids: tuple[Any, ...], refs: Any, name: str, part: Part) -> tuple[Any, 
 # --- Around the kernels ---
 
 
-def _cut(query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: Any) -> Cut:
-    block_q, block_kv = (params and params.q_blocksize) or 512, (params and params.kv_blocksize) or 512
-    return Cut(query, key, value, extras, rules, block_q, block_kv)
+def _cut(call: Attention, params: Any, kernels: tuple[Kernel, ...]) -> Cut:
+    block_q, block_kv = (params.q_blocksize, params.kv_blocksize) if params else (None, None)
+    if not (block_q and block_kv):
+        guess = _blocks(call, kernels)[0]
+        block_q, block_kv = block_q or guess[0], block_kv or guess[1]
+    return Cut(call, block_q, block_kv)
 
 
 def _floats(*shape: int) -> Any:
@@ -249,10 +264,12 @@ def _ids(cut: Cut, rows: int) -> list[Any]:
     return [pltpu.VMEM((rows, pallas_tile.LANES), jnp.int32)] if cut.has_ids else []
 
 
-def _options(name: str, interpret: bool, sequential: int) -> dict[str, Any]:
+def _options(name: Kernel, cut: Cut, call: Attention, interpret: bool, sequential: int) -> dict[str, Any]:
     semantics: Any = ("parallel",) * 3 + ("arbitrary",) * sequential
+    needed = vmem_bytes(name, cut.rows, cut.cols, call)
+    limit = needed if needed > SCOPE_BYTES else None
     return {
         "name": f"flash_attention_{name}",
         "interpret": interpret,
-        "compiler_params": pltpu.CompilerParams(dimension_semantics=semantics),
+        "compiler_params": pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit),
     }

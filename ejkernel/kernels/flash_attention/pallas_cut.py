@@ -16,15 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, tile
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention
 from ejkernel.kernels.flash_attention.pallas_tile import LANES
 
 Array = jax.Array
 
 
 PART = 512
-"""Rows of a tile that are computed together. With more of them more is kept outside of registers: a tile of 1024 by 1024
-needs up to 16 MiB of fast memory then, and half of that in parts, in as many bundles (2 % more to 8 % fewer)."""
+"""Rows of a tile that are computed together. With all 1024 of the largest tiles the compiler keeps up to 16 MiB of
+values in memory, for want of registers; in two parts half of that, in about as many bundles (8 % fewer to 8 % more)."""
 
 
 def fitted(block: int, length: int) -> int:
@@ -33,11 +33,24 @@ def fitted(block: int, length: int) -> int:
     return min(whole(block), whole(max(length, 1)))
 
 
+def bundles(rows: int, cols: int, call: Attention) -> float:
+    """About how many bundles a head takes with such blocks, to compare them with each other.
+
+    A round of the grid, whether it computes something or not, takes some 350; a tile 300 and one for 400 scores: by the
+    schedules for v5e and v6e.
+    """
+    q_len, kv_len = call.query.shape[1], call.key.shape[1]
+    blocks = max(-(-q_len // rows), 1)
+    walk = Walk(rows, blocks, cols, kv_len, call.rules.lower, call.rules.upper, masked=False)
+    return 350 * blocks * walk.width + walk.steps * (300 + rows * cols / 400)
+
+
 class Walk:
     """Blocks of one side, of `own` rows each, of which each walks over blocks of `other` rows of the other side.
 
     Attributes:
       width: How many blocks the longest walk needs.
+      steps: How many all walks need together.
     """
 
     def __init__(
@@ -46,7 +59,8 @@ class Walk:
         self._own, self._other, self._length, self._lower, self._upper = own, other, length, lower, upper
         self._always = masked
         self._never = not masked and lower is None and upper is None and length % other == 0
-        self.width = max(1, *(self._count(block) for block in range(blocks)))
+        counts = [self._count(block) for block in range(blocks)]
+        self.width, self.steps = max(1, *counts), sum(counts)
 
     def _count(self, block: int) -> int:
         """How many blocks a walk needs; as `masks.spans`, in whole numbers of Python."""
@@ -100,13 +114,13 @@ class Part(NamedTuple):
     """Rows of a tile that are computed together, against those columns of it that they need."""
 
     start: int
-    count: int
+    size: int
     other: int
     others: int
 
     @property
     def own_rows(self) -> slice:
-        return slice(self.start, self.start + self.count)
+        return slice(self.start, self.start + self.size)
 
     @property
     def other_rows(self) -> slice:
@@ -124,9 +138,8 @@ class Place(NamedTuple):
 class Cut:
     """A call cut into tiles: arrays with heads first, lengths in whole blocks."""
 
-    def __init__(
-        self, query: Array, key: Array, value: Array, extras: Extras, rules: Rules, block_q: int, block_kv: int
-    ) -> None:
+    def __init__(self, call: Attention, block_q: int, block_kv: int) -> None:
+        query, key, value, extras, rules = call
         self.rules = rules
         self.rows, self.cols = fitted(block_q, query.shape[1]), fitted(block_kv, key.shape[1])
         self.kv_len = key.shape[1]
@@ -172,7 +185,7 @@ class Cut:
 
     def _indices(self, place: Place, part: Part, axis: int) -> tuple[Any, Any]:
         """Where the queries of a part are, along `axis`, and its keys, along the other; its own rows are axis 0."""
-        own, others = (part.start, part.count), (part.other, part.others)
+        own, others = (part.start, part.size), (part.other, part.others)
         (row, rows), (col, cols) = (own, others) if axis == 0 else (others, own)
         return (
             tile.places(place.i * self.rows + row, rows, axis),

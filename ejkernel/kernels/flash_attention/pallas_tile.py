@@ -3,8 +3,8 @@
 A number per row is kept as [rows, 128], the same in all lanes: as [rows, 1] each use would first have to spread it. In
 memory such numbers are rows, [1, rows], because a last axis of one is padded to 128.
 
-Softmax is computed in powers of two from logits that are not scaled yet, `unit` times too small: one product per element,
-of the difference to the largest, does both.
+Softmax is computed in powers of two from logits that are not scaled yet, `unit` times too small: one product per
+element, of the difference to the largest, does both.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def in_units(lse: Any, rules: Rules) -> masks.LogSum:
 
 
 def product(x: Any, factor: float) -> tuple[Any, Any]:
-    """`x` times `factor` in float32, and the error of that, which is not known for huge numbers (as if there were none)."""
+    """`x` times `factor` in float32, and the error of that; for huge numbers it is not known, and 0."""
     factor = float(np.float32(factor))
     rounded = x * factor
     if math.frexp(factor)[0] == 0.5:  # A power of two: nothing is rounded.

@@ -19,6 +19,8 @@ class Device(NamedTuple):
     """Dense 16-bit operations per second."""
     bytes_per_s: float = 0.0
     """Of the main memory."""
+    vmem_bytes: int = 0
+    """The fast memory of a TPU's core, of which a kernel may use all."""
 
 
 HOPPER = Device(sms=132, block_bytes=232_448, cache_bytes=50 << 20, flops=989e12, bytes_per_s=3.35e12)
@@ -33,8 +35,11 @@ DEVICES = {
     "A100": Device(sms=108, block_bytes=166_912, cache_bytes=40 << 20),
     "L40": Device(sms=142, block_bytes=101_376, cache_bytes=96 << 20),
     "L4": Device(sms=58, block_bytes=101_376, cache_bytes=48 << 20),
-    "TPU v5 lite": Device(flops=197e12, bytes_per_s=0.82e12),
-    "TPU v6 lite": Device(flops=918e12, bytes_per_s=1.64e12),
+    "TPU v4": Device(vmem_bytes=16 << 20),
+    "TPU v5 lite": Device(flops=197e12, bytes_per_s=0.82e12, vmem_bytes=128 << 20),
+    "TPU v5": Device(vmem_bytes=64 << 20),
+    "TPU v6 lite": Device(flops=918e12, bytes_per_s=1.64e12, vmem_bytes=128 << 20),
+    "TPU7x": Device(vmem_bytes=64 << 20),
 }
 """By words of the device's name; if two fit, the first is used."""
 

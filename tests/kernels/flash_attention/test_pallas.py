@@ -1,4 +1,4 @@
-"""The TPU kernels where a call has many tiles, in the interpreter: walks, edges, parts of a tile, and what rows keep."""
+"""The TPU kernels where a call has many tiles, in the interpreter: walks, edges, parts of a tile, numbers per row."""
 
 from functools import partial
 from itertools import product
