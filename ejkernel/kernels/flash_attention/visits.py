@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.kernels.flash_attention.arguments import Attention
+from ejkernel.kernels.flash_attention.pallas_cut import fitted
 from ejkernel.ops.core.kernel import Invocation
-
-_LANES = 128
 
 
 def needed_steps(inv: Invocation[Any, Any], params: Any, *, backward: bool) -> int | None:
@@ -16,7 +15,7 @@ def needed_steps(inv: Invocation[Any, Any], params: Any, *, backward: bool) -> i
     if params is None:
         return None
     batch, q_len, heads, _ = call.query.shape
-    rows, cols = _fitted(params.q_blocksize, q_len), _fitted(params.kv_blocksize, call.key.shape[1])
+    rows, cols = fitted(params.q_blocksize, q_len), fitted(params.kv_blocksize, call.key.shape[1])
     pairs = visited(q_len, call.key.shape[1], rows, cols, call.rules.lower, call.rules.upper)
     return batch * heads * pairs
 
@@ -30,8 +29,3 @@ def visited(q_len: int, kv_len: int, rows: int, cols: int, lower: int | None, up
         end = kv_len - 1 if upper is None else min(last + upper, kv_len - 1)
         count += end // cols - start // cols + 1 if start <= end else 0
     return count
-
-
-def _fitted(block: int, length: int) -> int:
-    whole = lambda n: -(-n // _LANES) * _LANES
-    return min(whole(block), whole(max(length, 1)))

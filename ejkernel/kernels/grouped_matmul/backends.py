@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -105,7 +106,8 @@ def _backends(
 ) -> tuple[Backend, ...]:
     """The backends of one operation; those for Hopper are two modules, the others one each."""
     triton = kind(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space)
-    pallas = kind(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space)
+    on_tpu = partial(tiles.tpu_space, contraction=kind is _Contraction)
+    pallas = kind(f"{_HERE}.pallas", tiles.tpu_unsupported, on_tpu)
     return (
         Backend("mosaic", kind(hopper, _hopper_unfit, space), params, capability=(9, 0), thorough=True),
         Backend("triton", triton, TritonConfig, capability=(8, 0), interpret=True),

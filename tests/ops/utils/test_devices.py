@@ -15,7 +15,11 @@ from ejkernel.ops.utils import devices
         ("NVIDIA A100-PCIE-40GB", "A100"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40", "L40"),
+        ("TPU v4", "TPU v4"),
         ("TPU v5 lite", "TPU v5 lite"),
+        ("TPU v5", "TPU v5"),
+        ("TPU v6 lite", "TPU v6 lite"),
+        ("TPU7x", "TPU7x"),
     ],
 )
 def test_devices_are_found_by_kind_and_by_fingerprint(name, known):
