@@ -61,7 +61,9 @@ def tune(
         # Whatever is installed for the target must not be taken for a device of this machine.
         jax.config.update("jax_platforms", "cpu")
     with targets.compiling_for(target):
-        named, missing = _calls(wanted, target)
+        named, missing = _calls(wanted)
+        for call in named:
+            assert call.inv.key  # Known from now on: a key names the device that was asked for first.
     old = {e.place: e for e in packs.read(out).entries} if out is not None and out.exists() else {}
     found, failed = dict[Any, StoredEntry](), list(missing)
     rows: list[dict[str, Any]] = []
@@ -92,13 +94,13 @@ def tune(
 _SHOWN = ("op_id", "call_key", "cfg", "clock", "bundles", "ratio")
 
 
-def _calls(wanted: Wanted, target: Target) -> tuple[list[suites.NamedCall], list[str]]:
+def _calls(wanted: Wanted) -> tuple[list[suites.NamedCall], list[str]]:
     if wanted.suite:
         if wanted.target is None or wanted.specs_file or wanted.args or wanted.settings or wanted.grad:
             raise EjkernelError(
                 "--suite goes with the name of an operation, without --specs, --args, --set and --grad."
             )
-        return suites.find(wanted.target, wanted.only), []
+        return suites.find(wanted.target, wanted.only, with_data=False), []
     if wanted.only or wanted.again:
         raise EjkernelError("--only and --again go with --suite.")
     found, missing = calls.find(wanted.target, wanted.specs_file, wanted.args, wanted.settings, wanted.grad)
