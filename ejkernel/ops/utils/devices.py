@@ -49,7 +49,7 @@ DEVICES = {
     "B200": _BLACKWELL._replace(memory_bytes=179 << 30, flops=2250e12, bytes_per_s=8e12),
     "GB200": _BLACKWELL,
     "L40": _ADA._replace(sms=142, cache_bytes=96 << 20),
-    "L4": _ADA._replace(sms=58, cache_bytes=48 << 20),
+    "L4": _ADA._replace(memory_bytes=22 << 30, sms=58, cache_bytes=48 << 20, bytes_per_s=0.3e12),
     "TPU v4 lite": Device("v4i"),
     "TPU v4": Device("v4", memory_bytes=32 << 30, flops=275e12, bytes_per_s=1.2e12, vmem_bytes=16 << 20),
     "TPU v5 lite": _V5E,

@@ -165,6 +165,11 @@ def multiprocessors(device: Device | None = None) -> int:
     return _sms(device or current_device()) or 1
 
 
+def block_bytes(device: Device | None = None) -> int:
+    """Shared memory that a block of a GPU has; on one that is not known, what the smallest has."""
+    return devices.find((device or current_device()).device_kind).block_bytes or devices.LEAST_BLOCK_BYTES
+
+
 def _capability(device: Device) -> str:
     """As the device says it, or as its data sheet does: an abstract device has only a name."""
     return str(getattr(device, "compute_capability", None) or devices.find(device.device_kind).capability)
