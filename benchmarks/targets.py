@@ -13,14 +13,13 @@ import time
 import warnings
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import jax
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Before JAX is imported.
 
 from ejkernel.ops.utils.targets import TARGETS
 from tests.targets import plan
 
 ROOT = Path(__file__).parents[1]
+NONE = "-"
 MARKS = ("<!-- table -->", "<!-- /table -->")
 
 
@@ -29,7 +28,7 @@ def attempt(case):
     warnings.simplefilter("ignore", DeprecationWarning)
     try:
         parts = plan.compiled(case)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a compiler's error is a cell of the table.
         return case, [(case.op_id, None, f"fails: {type(error).__name__}: {str(error).strip().splitlines()[0]}")]
     return case, [(p.op_id, p.program and p.program.temp_bytes, p.refused and f"refused: {p.refused}") for p in parts]
 
@@ -59,7 +58,7 @@ def table(rows):
     for (op_id, platform, workload), cells in sorted(rows.items()):
         shown = []
         for target in TARGETS:
-            text = cells.get(target, "–")
+            text = cells.get(target, NONE)
             if ": " in text:
                 notes.append(text) if text not in notes else None
                 text = f"{text.partition(':')[0]} ({notes.index(text) + 1})"
@@ -78,7 +77,7 @@ def summary(rows):
             cells = [c[target] for c, own in zip(rows.values(), mine, strict=True) if own and target in c]
             cells = [c for c in cells if not c.startswith("refused")]
             good = [float(c) for c in cells if ":" not in c]
-            shown.append(f"{len(good)} of {len(cells)}, {max(good):g} MiB" if good else "–" if not cells else "0")
+            shown.append(f"{len(good)} of {len(cells)}, {max(good):g} MiB" if good else NONE if not cells else "0")
         lines.append(f"| {op_id} | {platform} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
@@ -88,9 +87,10 @@ def heading(seconds):
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"""# What compiles for devices that are not here
 
-`python -m benchmarks.targets`, {versions}; {seconds:.0f} s on two cores. Each cell is one compiled program with the guess
-of its backend: the MiB of temporary memory beside arguments and results. "–": the backend is not for this device, or the
-workload is not for this kind of device. cuDNN is left out: JAX asks the GPU itself whether it can be used.
+`python -m benchmarks.targets`, {versions}; {seconds:.0f} s on two cores.
+Each cell is one compiled program with the guess of its backend: the MiB of temporary memory beside arguments and
+results. "{NONE}": the backend is not for this device, or the workload is not for this kind of device. cuDNN is left
+out: JAX asks the GPU itself whether it can be used.
 """
 
 

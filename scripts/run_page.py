@@ -24,6 +24,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from ejkernel.ops.store import packs
+
 ROOT = Path(__file__).resolve().parent.parent
 _DIFFER = "<!-- numbers differ -->\n"
 _BLOCK = re.compile(rf"^({_DIFFER})?```([a-z]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -50,6 +52,8 @@ def run_page(page, folder, set_up=False, skip=()):
     Raises:
       PageError: A command failed, or printed something else than the page says.
     """
+    # The same on every machine: also on one that the package has a pack for.
+    packs.from_packages = list
     # One script: then classes have a source, as they have in a reader's file.
     sys.modules["run_page"] = sys.modules[__name__]
     script = ["from run_page import run_command as _run"]

@@ -1,6 +1,7 @@
 """Shared set-up: four host devices, and no trace of one test in the next."""
 
 import gc
+import itertools
 import os
 import signal
 import tempfile
@@ -48,22 +49,36 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Tests that collect garbage need not walk through JAX each time."""
+    _forget_what_is_alive()
+
+
+def _forget_what_is_alive():
+    """Tests that collect garbage need not walk through JAX, and what other tests have left in it, each time."""
     gc.collect()
     gc.freeze()
 
 
+_tests_since = itertools.count(1)
+
+
 @pytest.fixture(autouse=True)
-def clean_state(monkeypatch, tmp_path):
-    """No environment, registry, default executor or user store leaks between tests."""
+def clean_state(monkeypatch, request, tmp_path):
+    """No environment, registry, default executor, user store or pack of this machine reaches a test."""
     for name in [n for n in os.environ if n.startswith("EJKERNEL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "ejkernel-store"))
     from ejkernel.ops import registry, set_default_executor
     from ejkernel.ops.config import kinds
+    from ejkernel.ops.store import packs
+
+    # Otherwise the machine that a pack is for would run other configs than all others, and check them first.
+    if request.node.get_closest_marker("shipped_packs") is None:
+        monkeypatch.setattr(packs, "from_packages", list)
 
     registry.clear()
     kinds.forget_owners()
     set_default_executor(None)
+    if next(_tests_since) % 100 == 0:
+        _forget_what_is_alive()
     yield
     set_default_executor(None)

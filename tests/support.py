@@ -1,5 +1,6 @@
 """Kernels that many tests share: one operation, written with each of the three gradient styles."""
 
+import itertools
 import threading
 from dataclasses import dataclass
 
@@ -117,13 +118,27 @@ def table(ways, styles, whole=()):
 
     The rest of the product is in `make test-full`.
     """
-    name = lambda x: x if isinstance(x, str) else x.__name__
+    name = lambda x: getattr(x, "__name__", None) or str(x)
     rows = []
     for place, way in enumerate(ways):
         for number, style in enumerate(styles):
             short = way in whole or number == place % len(styles)
             marks = () if short else pytest.mark.full
             rows.append(pytest.param(way, style, id=f"{name(way)}-{name(style)}", marks=marks))
+    return rows
+
+
+def fully(*values):
+    """Parameters that only the full suite has."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def pairwise(*choices):
+    """Parameters for all combinations of three choices of two; the short suite has every pair of values."""
+    rows = []
+    for places in itertools.product(*(range(len(values)) for values in choices)):
+        row = [values[place] for values, place in zip(choices, places, strict=True)]
+        rows.append(pytest.param(*row, marks=() if sum(places) % 2 == 0 else pytest.mark.full))
     return rows
 
 

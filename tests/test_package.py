@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fully
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,7 +36,7 @@ def test_type_checkers_know_what_calls_return():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["wheel", "sdist"])
+@pytest.mark.parametrize("target", ["wheel", *fully("sdist")])
 def test_installed_package_runs_without_the_repository(tmp_path, target):
     made, site = build(target, tmp_path / "dist"), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site]

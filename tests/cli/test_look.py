@@ -18,6 +18,7 @@ from ejkernel.ops.offline import specs
 from ejkernel.ops.store import entry as entries
 from ejkernel.ops.store import packs
 from tests import offline_program
+from tests.support import fully
 
 
 def ejkernel(capsys, *args):
@@ -437,7 +438,7 @@ def test_backend_that_cannot_start_is_one_line():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", *fully("zsh", "fish")])
 def test_shells_complete_commands(shell):
     script = Path(sys.executable).with_name("ejkernel")
     env = {**os.environ, "_EJKERNEL_COMPLETE": f"complete_{shell}", "COMP_WORDS": "ejkernel ex", "COMP_CWORD": "1"}

@@ -29,6 +29,7 @@ from ejkernel.ops import (
     set_default_executor,
 )
 from tests.kernels.contract import OperationCase, check, check_inside_shard_map
+from tests.support import fully, table
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
@@ -198,7 +199,7 @@ def test_experts_are_spread_over_devices_by_their_offset():
     assert close(both(spread), both(grouped_matmul))
 
 
-@pytest.mark.parametrize("platform", ["xla", "triton", "pallas"])
+@pytest.mark.parametrize("platform", ["xla", *fully("triton", "pallas")])
 def test_columns_may_be_sharded(platform):
     params, sharded = TILES[platform], P(None, None, "d")
     fixed = {"fwd_params": params, "dlhs_params": params, "drhs_params": params}
@@ -217,7 +218,7 @@ def test_programs_are_exported_for_any_number_of_rows():
     step = jax.jit(jax.value_and_grad(partial(loss, grouped_matmul), (0, 1)))
     shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32)
     exported = export.export(step)(shape, RHS, SIZES)
-    for rows in (34, 40, 700):
+    for rows in (34, 700):
         lhs = jnp.resize(LHS, (rows, 8))
         assert close(exported.call(lhs, RHS, SIZES), step(lhs, RHS, SIZES))
 
@@ -289,8 +290,7 @@ def test_drhs_is_an_operation_of_its_own():
         GroupedDrhs()(LHS, dout[1:], SIZES)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("offset", [None, 1])
+@pytest.mark.parametrize(("transposed", "offset"), table([False, True], [1, None]))
 def test_what_configs_are_compared_with_has_the_same_gradients(transposed, offset):
     kernel, rhs = GroupedMatmul(), RHS.swapaxes(1, 2) if transposed else RHS
     rhs, options = rhs[:2] if offset else rhs, {"transpose_rhs": transposed, "out_dtype": "float32"}

@@ -96,6 +96,7 @@ def test_workloads_of_an_operation_have_names_and_keys_of_their_own(kernel):
 @pytest.mark.skipif(
     not installed(), reason="ejkernel runs from its directory here; packs are found by their entry point"
 )
+@pytest.mark.shipped_packs
 def test_packs_are_found_by_default():
     cache = PersistentCache()
     for path in PACKS:

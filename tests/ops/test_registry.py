@@ -227,7 +227,7 @@ def test_programs_of_many_kernels_are_bounded(monkeypatch):
     np.testing.assert_array_equal(executor(kept[3], X), 3 * X)
 
 
-@pytest.mark.parametrize(("many", "bound"), [(150, 40), pytest.param(10_000, 4096, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(("many", "bound"), [(60, 16), pytest.param(10_000, 4096, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("what", ["shapes", "kernels"])
 def test_a_long_life_with_ever_new_calls_is_held_in_bounded_memory(monkeypatch, what, many, bound):
     for module, name in ((program, "MAX_TRACES"), (program, "MAX_VARIANTS"), (registry, "MAX_TRACED")):

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.kernels.flash_attention.pallas_cut import Cut, Part, Place, View, bundles, fitted
-from ejkernel.kernels.flash_attention.pallas_memory import SCOPE_BYTES, Kernel, vmem_bytes
+from ejkernel.kernels.flash_attention.pallas_memory import Kernel, vmem_bytes, vmem_limit
 from ejkernel.kernels.flash_attention.visits import needed_steps as needed_steps
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils import devices, fingerprint
@@ -267,8 +267,7 @@ def _ids(cut: Cut, rows: int) -> list[Any]:
 
 def _options(name: Kernel, cut: Cut, call: Attention, interpret: bool, sequential: int) -> dict[str, Any]:
     semantics: Any = ("parallel",) * 3 + ("arbitrary",) * sequential
-    needed = vmem_bytes(name, cut.rows, cut.cols, call)
-    limit = needed if needed > SCOPE_BYTES else None
+    limit = vmem_limit(name, cut.rows, cut.cols, call)
     return {
         "name": f"flash_attention_{name}",
         "interpret": interpret,

@@ -12,10 +12,10 @@ from ejkernel.kernels.flash_attention.pallas_tile import LANES
 
 Kernel = Literal["forward", "dq", "dkv"]
 
-SCOPE_BYTES = 16 << 20
-"""What a kernel may use if it does not ask for more; newer TPUs give more."""
+_SCOPE_BYTES = 16 << 20
+"""What a kernel may use if it does not ask for more: on v4, v5e and v5p this, on v6e and v7x twice as much."""
 
-_TILES = {"forward": 1.3, "dq": 1.4, "dkv": 2.2}
+_TILES = {"forward": 1.4, "dq": 1.4, "dkv": 2.3}
 """Tiles of float32 that the compiler keeps in memory at the most, in each of the ways that a step can go."""
 _TILES_PRECISE = {"forward": 2.8, "dq": 4.0, "dkv": 6.6}
 """The same if products of float32 are computed from several of bfloat16."""
@@ -26,6 +26,12 @@ _TILES_PER_RULE = 1.0
 def vmem_bytes(kernel: Kernel, rows: int, cols: int, call: Attention) -> int:
     """About the most that a kernel needs for blocks of `rows` queries and `cols` keys."""
     return _blocks(kernel, rows, cols, call) + _kept(kernel, rows, cols, call) + (1 << 19)
+
+
+def vmem_limit(kernel: Kernel, rows: int, cols: int, call: Attention) -> int | None:
+    """What to ask the compiler for, where what it gives by itself is not enough everywhere."""
+    needed = vmem_bytes(kernel, rows, cols, call)
+    return None if needed <= _SCOPE_BYTES else max(needed, 2 * _SCOPE_BYTES)
 
 
 def _blocks(kernel: Kernel, rows: int, cols: int, call: Attention) -> int:
@@ -48,7 +54,9 @@ def _kept(kernel: Kernel, rows: int, cols: int, call: Attention) -> int:
     precise = call.query.dtype.itemsize == 4 and precision is not None
     tiles = (_TILES_PRECISE if precise else _TILES)[kernel]
     tiles += _TILES_PER_RULE * ((rules.soft_cap is not None) + (extras.dropout_seed is not None))
-    return int(_ways(cols, call) * tiles * min(PART, own) * other * 4)
+    kept = int(_ways(cols, call) * tiles * min(PART, own) * other * 4)
+    # Precise products are computed from parts of their factors, too.
+    return kept + (4 * (rows + cols) * (call.query.shape[3] + call.value.shape[3]) if precise else 0)
 
 
 def _ways(cols: int, call: Attention) -> int:

@@ -73,11 +73,12 @@ def unfit(params: FwdParams, query: Any, room: int = LEAST_BLOCK_BYTES) -> str |
     As Triton has it: tiles of keys and values in flight are in shared memory, all else is in registers.
     """
     dim, item = pl.next_power_of_2(query.shape[3]), query.dtype.itemsize
+    usual = default_forward(query.shape[3])
+    rows, cols = params.q_blocksize or usual.q_blocksize or 128, params.kv_blocksize or usual.kv_blocksize or 64
     stages, warps = params.num_stages or 2, params.num_warps or 4
-    smem = (2 * stages - 1) * params.kv_blocksize * dim * item
+    smem = (2 * stages - 1) * cols * dim * item
     if smem > room:
         return f"needs {smem} bytes of shared memory, a block has {room}"
-    rows, cols = params.q_blocksize, params.kv_blocksize
     live = rows * (dim + cols) // (32 * warps) + rows * (dim + cols) * item // (128 * warps) + 24
     return f"needs about {live} registers per thread, there are 255" if live > 255 else None
 

@@ -38,7 +38,8 @@ class TritonConfig:
         blocks = (self.block_m, self.block_n, self.block_k)
         if any(x < 16 or x & (x - 1) for x in blocks):
             return f"blocks must be powers of two of at least 16, got {blocks}"
-        smem = self.num_stages * (self.block_m + self.block_n) * self.block_k * item_bytes
+        # Triton computes one step while the others are loaded, from the registers that it was copied to.
+        smem = (self.num_stages - 1) * (self.block_m + self.block_n) * self.block_k * item_bytes
         if smem > LEAST_BLOCK_BYTES:
             return f"needs {smem} bytes of shared memory, a block has {LEAST_BLOCK_BYTES}"
         live = self.block_m * self.block_n // (32 * self.num_warps) + 48
@@ -100,14 +101,19 @@ class TpuConfig:
 
 def tpu_space(problem: Problem, *, contraction: bool = False) -> list[TpuConfig]:
     """Configs that fit, the guess first; of the gradient of the weights if it is a `contraction`."""
-    few, k, n = problem.rows <= 128 * problem.groups, problem.k, problem.n
+    k, n, each = problem.k, problem.n, problem.rows // problem.groups
     sizes = (problem.item_bytes, problem.out_bytes)
-    guess = TpuConfig(block_m=128 if few else 512, block_k=min(512, _ceil(k)), block_n=min(512, _ceil(n)))
+    # By the schedules for v6e: the largest tiles that fit, of as many rows as half a group.
+    rows = 128 if each <= 128 else 256 if each <= 1024 else 512
+    guesses = [
+        TpuConfig(block_m=rows, block_k=min(depth, _ceil(k)), block_n=min(columns, _ceil(n)))
+        for depth, columns in ((1024, 1024), (512, 1024), (512, 512))
+    ]
     others = [
         TpuConfig(block_m=m, block_k=min(depth, _ceil(k)), block_n=min(columns, _ceil(n)))
         for m, depth, columns in itertools.product((128, 256, 512), (256, 512, 1024), (256, 512, 1024))
     ]
-    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(*sizes, contraction=contraction) is None]
+    return [cfg for cfg in dict.fromkeys([*guesses, *others]) if cfg.unfit(*sizes, contraction=contraction) is None]
 
 
 def tpu_steps(problem: Problem, cfg: TpuConfig) -> int:

@@ -22,6 +22,10 @@ class Tuned(NamedTuple):
     place: Place
 
 
+MAX_RATIO = 8
+"""How much larger or smaller a size may be: a config of another kind of call is hardly better than the guess, and
+checking it takes longer than compiling the call."""
+
 _Index = dict[tuple[str, str], tuple[Any, list[Tuned]]]
 _indexes: weakref.WeakKeyDictionary[PersistentCache, _Index] = weakref.WeakKeyDictionary()
 
@@ -39,15 +43,13 @@ def nearest(
 ) -> StoredEntry | None:
     """The accepted entry of the same op, structure, dtypes and statics whose shapes are closest.
 
-    Closest is the smallest distance in log space: 1000 is nearer to 1100 than to 500. With `kernel` and a policy other
-    than "use", stale entries are skipped. Nothing is stored.
+    Closest is the smallest distance in log space: 1000 is nearer to 1100 than to 500. No size may differ by more than
+    `MAX_RATIO`. With `kernel` and a policy other than "use", stale entries are skipped. Nothing is stored.
     """
     kind, sizes = describe(signature)
     if not all(isinstance(size, int) for size in sizes):
         return None  # A symbolic size has no distance.
-    same = [
-        t for t in _tuned(cache, device, op_id) if t.kind == kind and t.sizes != sizes and len(t.sizes) == len(sizes)
-    ]
+    same = [t for t in _tuned(cache, device, op_id) if t.kind == kind and t.sizes != sizes and is_near(t.sizes, sizes)]
     # Ties go to the lower call key, so that every host gives the same answer.
     for tuned in sorted(same, key=lambda t: (distance(t.sizes, sizes), not t.complete, t.place)):
         entry = cache.lookup(*tuned.place, cfg_type=cfg_type, kernel=kernel, stale=stale)
@@ -56,6 +58,11 @@ def nearest(
         if accept(entry):
             return entry
     return None
+
+
+def is_near(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether two lists of sizes are as long, and no size is too much larger than the other one."""
+    return len(a) == len(b) and all(abs(_log(x) - _log(y)) <= math.log2(MAX_RATIO) for x, y in zip(a, b, strict=True))
 
 
 def distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:

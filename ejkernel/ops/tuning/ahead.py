@@ -63,7 +63,7 @@ def compile_program(
     here = SingleDeviceSharding(device)
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in arrays]
     lowered = jax.jit(lambda arrays: fn(*arguments.merge(arrays, statics))).lower(placed)
-    memory = lowered.compile(compiler_options=dict(options or {})).memory_analysis()
+    memory: Any = lowered.compile(compiler_options=dict(options or {})).memory_analysis()
     return Compiled(
         kernels=len(_KERNELS.findall(lowered.as_text())),
         temp_bytes=memory.temp_size_in_bytes,
@@ -85,7 +85,12 @@ def program(
     first = on_its_platform(replace(inv, kernel=forward, op_id=forward.op_id, platform=None), forward)
     guess = heuristic(first, forward)
     before = dispatch.forced_platform(forward, guess) or first.platform
-    find = lambda method, where: dispatch.find(forward, method, inv.context, where or "xla")
+
+    def find(method: str, where: str | None) -> Callable[..., Any]:
+        found = dispatch.find(forward, method, inv.context, where or "xla")
+        assert found is not None, f"{forward.op_id} has no {method}"
+        return found
+
     saved = _types(lambda a, k: find("fwd_with_residuals", before)(*a, cfg=guess, **k), args, kwargs)
     run = lambda s, o, d, a, k: find("vjp", platform)(s, o, d, *a, cfg=cfg, **k)
     out, residuals = saved

@@ -149,15 +149,17 @@ class Bench:
         if number is None:
             self._truths = [jax.block_until_ready(case.truth()) for case in self._cases.values() if case.truth]
         else:
-            self._truths = [jax.block_until_ready(self._compiled[number](*x)) for x in self._data.values()]
+            with context.no_scope():
+                self._truths = [jax.block_until_ready(self._compiled[number](*x)) for x in self._data.values()]
 
     def prove(self, number: int) -> Rejected | None:
         """Runs a candidate, compares its output with the right answer, and warms it up."""
         compiled = self._compiled[number]
         try:
-            reason = next(filter(None, map(partial(self._mismatch, compiled), self._data, self._truths)), None)
-            for _ in range(self._num_warmup - 1):
-                jax.block_until_ready(compiled(*self._arrays))
+            with context.no_scope():
+                reason = next(filter(None, map(partial(self._mismatch, compiled), self._data, self._truths)), None)
+                for _ in range(self._num_warmup - 1):
+                    jax.block_until_ready(compiled(*self._arrays))
         except KernelDefinitionError:
             raise  # This is not a candidate's fault.
         except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
@@ -191,7 +193,7 @@ class Bench:
           TimerError: The clock broke, not a candidate.
         """
         try:
-            with _measuring:
+            with _measuring, context.no_scope():
                 calls = [call for number in order for call in self._calls[number]]
                 times = iter(self.timer.measure(calls))
             return {number: self._sample([next(times) for _ in self._cases]) for number in order}

@@ -161,6 +161,7 @@ def cluster(monkeypatch):
             yield cluster
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_dask_workers_tune_what_a_single_process_would(cluster, tmp_path):

@@ -25,7 +25,7 @@ from ejkernel.ops import (
 from ejkernel.ops.offline import specs
 from ejkernel.ops.offline.lowered import ProgramError, UnmatchedCallWarning, labels_of, match, tune_each
 from tests import offline_program, recorded_kernels, recorded_types
-from tests.support import OwnBackward, Plain, Scale
+from tests.support import OwnBackward, Plain, Scale, fully
 
 X = jnp.linspace(0.1, 1.0, 8)
 ROOT = Path(__file__).parents[3]
@@ -171,7 +171,7 @@ def run(*command, cwd=ROOT, **env):
     return done.stdout
 
 
-@pytest.mark.parametrize("program", ["step.hlo", "step.mlir"])
+@pytest.mark.parametrize("program", ["step.hlo", *fully("step.mlir")])
 def test_train_step_is_lowered_here_tuned_there_and_runs_frozen_elsewhere(tmp_path, program):
     record_dir, tuned = tmp_path / "recorded", tmp_path / "pack.json"
     run(

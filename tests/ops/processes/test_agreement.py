@@ -53,6 +53,7 @@ def test_what_one_process_does_alone_waits_for_nobody_and_counts_for_those_who_c
     assert a["took"] < 5
 
 
+@pytest.mark.full
 def test_agreed_configs_run_a_sharded_program(tmp_path):
     script = """
     from jax.sharding import PartitionSpec as P
@@ -110,6 +111,7 @@ def test_job_that_is_started_again_measures_nothing(tmp_path):
     assert [sum(each["tuned"] for each in run) for run in (first, again)] == [2, 0]
 
 
+@pytest.mark.full
 def test_selectors_made_in_another_order_choose_alike(tmp_path):
     script = """
     made = {}
@@ -151,6 +153,7 @@ def test_process_that_is_killed_while_it_measures_costs_the_others_one_wait_and_
     assert a["took"] < 15, "one wait, not one for each call"
 
 
+@pytest.mark.full
 def test_slow_process_follows_the_guess_that_the_others_took(tmp_path):
     script = """
     import warnings
@@ -261,6 +264,7 @@ def test_tuning_in_all_processes_is_agreed_on_anew_and_reaches_jitted_code(tmp_p
     assert a["chosen"] == [second]
 
 
+@pytest.mark.full
 def test_processes_that_do_not_agree_are_left_to_themselves(tmp_path):
     script = """
     executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(agree_s=30)))
@@ -278,6 +282,7 @@ def test_processes_that_do_not_agree_are_left_to_themselves(tmp_path):
     assert all(each["ratio"] == 1 and each["got"] == [1, 1, 1] for each in found)
 
 
+@pytest.mark.full
 def test_explicit_configs_end_with_one_of_them_for_all_and_nothing_stored(tmp_path):
     script = """
     selector = ConfigSelectorChain()
@@ -294,6 +299,7 @@ def test_explicit_configs_end_with_one_of_them_for_all_and_nothing_stored(tmp_pa
     assert (a["stored"], a["chosen"]) == (0, [1])
 
 
+@pytest.mark.full
 def test_explicit_tuning_that_fails_for_the_first_process_fails_for_all_and_else_only_there(tmp_path):
     script = """
     class Fails:

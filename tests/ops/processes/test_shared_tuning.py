@@ -3,6 +3,8 @@
 import textwrap
 from types import SimpleNamespace
 
+import pytest
+
 from ejkernel.ops.processes.shared_tuning import TogetherBench
 from ejkernel.ops.tuning.bench import Rejected
 from tests import processes
@@ -78,6 +80,7 @@ def test_eager_call_on_an_array_of_all_processes_is_tuned_on_data_of_one(tmp_pat
     assert a["tier"] != "heuristic"
 
 
+@pytest.mark.full
 def test_process_that_fails_in_a_sharded_tuning_is_not_waited_for(tmp_path):
     script = """
     import warnings
@@ -152,6 +155,7 @@ def test_kernel_that_communicates_is_measured_by_all_and_fails_if_it_fails_anywh
     assert all(each["out"] == [1.0] for each in found)
 
 
+@pytest.mark.full
 def test_process_that_was_given_up_runs_nothing_that_communicates_with_the_program(tmp_path):
     script = """
     class Late(Mean):
@@ -202,6 +206,7 @@ def test_process_that_fails_in_a_tuning_by_all_ends_it_at_once(tmp_path):
     assert max(a["took"], b["took"]) < 60
 
 
+@pytest.mark.full
 def test_what_one_process_tunes_alone_is_not_spread_and_what_communicates_is_guessed_with_a_warning(tmp_path):
     script = """
     import warnings

@@ -159,6 +159,7 @@ def test_urls_in_the_environment_keep_their_ports_and_users(monkeypatch, text, p
     assert packs.from_environment() == parts
 
 
+@pytest.mark.shipped_packs
 def test_installed_packages_bring_packs_without_being_imported(tmp_path, monkeypatch):
     site = tmp_path / "site"
     package = site / "trap_package"

@@ -28,6 +28,7 @@ from ejkernel.ops.tuning.history import History
 from ejkernel.ops.tuning.problem import TuningInputsError, outline, with_noise
 from ejkernel.ops.tuning.session import TuningError
 from ejkernel.ops.tuning.shortfall import TuningWarning
+from tests.support import pairwise, table
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
@@ -257,8 +258,7 @@ def test_kernel_may_judge_by_itself():
     assert next(c.reason for c in tuning.candidates if c.cfg.fault == "shape") == "not my shape"
 
 
-@pytest.mark.parametrize("base", [WithCustomVjp, WithResiduals])
-@pytest.mark.parametrize("fault", ["wrong", "nan", "shape", "raise"])
+@pytest.mark.parametrize(("fault", "base"), table(["wrong", "nan", "shape", "raise"], [WithCustomVjp, WithResiduals]))
 def test_config_with_a_wrong_gradient_does_not_win(base, fault):
     kernel = kernel_with(Work(SLOW), Work(FAST, fault), Work(MIDDLE), base=base, guess=Work(SLOW))
     tuning = QUIET.tune(call(kernel, X), kernel)
@@ -288,9 +288,10 @@ class WrongUnderGradWithOwnBackward(WrongUnderGrad):
         return [Work(FAST, tag=1), Work(FAST, tag=2)]
 
 
-@pytest.mark.parametrize("referenced", [False, True], ids=["guess", "reference"])
-@pytest.mark.parametrize("fault", ["output", "residuals"])
-@pytest.mark.parametrize("base", [WrongUnderGrad, WrongUnderGradWithOwnBackward], ids=["one config", "own backward"])
+@pytest.mark.parametrize(
+    ("base", "fault", "referenced"),
+    pairwise([WrongUnderGrad, WrongUnderGradWithOwnBackward], ["output", "residuals"], [False, True]),
+)
 def test_forward_that_is_wrong_only_under_grad_does_not_win(base, fault, referenced):
     if referenced:
         base = type(base.__name__, (base,), {"reference": lambda self, x: x + x})

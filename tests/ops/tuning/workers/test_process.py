@@ -11,6 +11,7 @@ import pytest
 from ejkernel.ops.tuning.workers import JobCrashed, JobError, JobOutOfMemory, JobRaised, JobTimedOut, ProcessWorker
 from ejkernel.ops.tuning.workers.process import resident_bytes
 from tests.ops.tuning.workers import jobs
+from tests.support import fully
 
 ROOT = Path(__file__).parents[4]
 LIMIT = 30.0
@@ -98,7 +99,7 @@ def test_an_interrupted_job_takes_its_worker_along(shared, monkeypatch):
     assert shared.run(jobs.add, 1, 1, limit_s=LIMIT) == 2, "the answer to this job, not to the one before"
 
 
-@pytest.mark.parametrize("job", [jobs.eat_memory, jobs.eat_memory_in_a_child])
+@pytest.mark.parametrize("job", [*fully(jobs.eat_memory), jobs.eat_memory_in_a_child])
 def test_a_job_that_eats_memory_is_killed_at_the_limit(job):
     with ProcessWorker(memory_bytes=600 << 20) as worker:
         worker.run(jobs.add, 0, 0, limit_s=LIMIT)
