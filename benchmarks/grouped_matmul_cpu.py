@@ -47,9 +47,7 @@ def main() -> None:
     parser.add_argument("--distributions", nargs="+", default=["even", "uneven"], choices=DISTRIBUTIONS)
     options = parser.parse_args()
     print(f"{platform.machine()}, JAX {jax.__version__}, float32, {options.rows} rows, {options.groups} groups,")
-    print(
-        f"{options.k} to {options.n}, medians of {options.rounds} rounds (one of lax), ratios to the dense product.\n"
-    )
+    print(f"{options.k} to {options.n}, medians of {options.rounds} rounds (one of lax), ratios to the dense product.\n")
     print("| groups | pass | dense, ms | ours | `lax.ragged_dot` |\n|---|---|---|---|---|")
     for distribution in options.distributions:
         ready = list(calls(options, distribution))
