@@ -80,7 +80,7 @@ def tune(
             tell(f"{number} of {len(named)}: {call.inv.op_id}, {call.workload}: {_told(ranking)}", error=True)
             found[place] = _entry(call.inv, ranking, target)
             rows.append(_row(call, ranking, target))
-    _keep(cache, found, old, out, no_trials)
+            _keep(cache, found, old, out, no_trials)  # After each one: the same command goes on where it was stopped.
     if as_json:
         print_json({"ranked": rows, "failed": failed})
     else:
@@ -144,9 +144,8 @@ def _keep(
 ) -> None:
     """Writes the pack, or the store if there is none: never over what was measured."""
     if out is not None:
-        if found or old:
-            kept = {place: packs.without_trials(e) if small else e for place, e in found.items()}
-            packs.write(out, (old | kept).values())
+        kept = {place: packs.without_trials(e) if small else e for place, e in found.items()}
+        packs.write(out, (old | kept).values())
         return
     for entry in found.values():
         if (mine := cache.own(*entry.place)) is None or mine.clock is not None:
