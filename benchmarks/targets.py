@@ -89,9 +89,8 @@ def heading(seconds):
 
 `python -m benchmarks.targets`, {versions}; {seconds:.0f} s on two cores.
 Each cell is one compiled program with the guess of its backend: the MiB of temporary memory beside arguments and
-results. "{NONE}": the backend is not for this device, or the workload is not compiled for it; all workloads are
-compiled for {", ".join(plan.THOROUGH)}, one in three for the others. cuDNN is left out: JAX asks the GPU itself whether it can
-be used.
+results. "{NONE}": the backend is not for this device, or the workload is not compiled for it. All workloads are
+compiled for {", ".join(plan.THOROUGH)}, one in three for the others. cuDNN is left out: JAX asks the GPU itself.
 """
 
 
