@@ -82,12 +82,12 @@ def summary(rows):
     return "\n".join(lines)
 
 
-def heading(seconds):
+def heading(command, seconds):
     names = ("jax", "libtpu", "jax-cuda13-plugin")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"""# What compiles for devices that are not here
 
-`python -m benchmarks.targets`, {versions}; {seconds:.0f} s on two cores.
+`{command}`, {versions}; {seconds:.0f} s on two cores.
 Each cell is one compiled program with the guess of its backend: the MiB of temporary memory beside arguments and
 results. "{NONE}": the backend is not for this device, or the workload is not compiled for it. All workloads are
 compiled for {", ".join(plan.THOROUGH)}, one in three for the others. cuDNN is left out: JAX asks the GPU itself.
@@ -98,10 +98,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/2026-11-17-targets.md")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--first", action="store_true", help="only the first workload of each operation, without XLA's own"
+    )
     parser.add_argument("--only", default="", help="only cases with this in their name; nothing is written")
     options = parser.parse_args()
     started = time.monotonic()
     chosen = [case for case in plan.cases() if options.only in str(case)]
+    if options.first:
+        first = lambda case: next(iter(plan.workloads(case.op_id, plan.kind_of(TARGETS[case.target]))))
+        chosen = [case for case in chosen if case.workload == first(case) and case.platform != "xla"]
     # Compilers keep what they compiled: a process for every 30 cases bounds the memory.
     spawn = multiprocessing.get_context("spawn")
     results = []
@@ -113,7 +119,8 @@ def main():
     if options.only:
         print(table(rows))
         return
-    options.out.write_text(f"{heading(time.monotonic() - started)}\n{table(rows).rstrip()}\n")
+    command = "python -m benchmarks.targets" + (" --first" if options.first else "")
+    options.out.write_text(f"{heading(command, time.monotonic() - started)}\n{table(rows).rstrip()}\n")
     page = ROOT / "docs/targets.md"
     new = f"{MARKS[0]}\n{summary(rows)}\n{MARKS[1]}"
     page.write_text(re.sub(f"{MARKS[0]}.*?{MARKS[1]}", lambda _: new, page.read_text(), flags=re.DOTALL))

@@ -1,7 +1,8 @@
 """What a space holds fits the smallest device that it is for, and what it leaves out as too large does not fit.
 
-Margins: a TPU kernel that is thought to need up to 1.5 MiB more than there is may still fit (the compiler keeps fewer
-values in memory than thought); shared memory is known to the byte for Triton, and to 2 KiB for Mosaic, which aligns it.
+Margins: a TPU kernel that is thought to need up to 1.5 MiB more than there is may still fit, because the compiler keeps
+fewer values in memory than thought; in float32, whose factors are split into parts, up to 8 MiB more. Shared memory is
+known to the byte for Triton, and to 2 KiB for Mosaic, which aligns it.
 Flash attention for TPUs has tests of its own.
 """
 
@@ -33,7 +34,7 @@ pytestmark = [
 L4 = Target("sm_89", "NVIDIA L4", "1x1x1")
 """The least shared memory of all GPUs that the Triton kernels are for."""
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-MARGIN = 3 << 19
+MARGIN = {"bfloat16": 3 << 19, "float32": 8 << 20}
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def test_fast_memory_of_grouped_products(target, dtype, part):
     sized = sorted(GRID, key=needs)
     for cfg in [c for c in sized if needs(c) <= tiles.VMEM_BYTES][-3:]:
         assert compiled(TARGETS[target], inv, "pallas", cfg).kernels == 1
-    for cfg in [c for c in sized if needs(c) > (16 << 20) + MARGIN][:3]:
+    for cfg in [c for c in sized if needs(c) > (16 << 20) + MARGIN[dtype]][:3]:
         with pytest.raises(Exception, match=r"(?i)vmem|RESOURCE_EXHAUSTED"):
             compiled(TARGETS[target], inv, "pallas", cfg)
 
