@@ -84,13 +84,15 @@ def summary(rows):
 
 def heading(command, seconds):
     names = ("jax", "libtpu", "jax-cuda13-plugin")
+    all_of = f"All workloads are compiled for {', '.join(plan.THOROUGH)}, one in three for the others."
+    which = "Only the first workload of each operation is compiled." if "--first" in command else all_of
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"""# What compiles for devices that are not here
 
 `{command}`, {versions}; {seconds:.0f} s on two cores.
 Each cell is one compiled program with the guess of its backend: the MiB of temporary memory beside arguments and
-results. "{NONE}": the backend is not for this device, or the workload is not compiled for it. All workloads are
-compiled for {", ".join(plan.THOROUGH)}, one in three for the others. cuDNN is left out: JAX asks the GPU itself.
+results. "{NONE}": the backend is not for this device, or the workload is not compiled for it. {which} cuDNN is left
+out: JAX asks the GPU itself whether it can be used.
 """
 
 
