@@ -3,10 +3,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
+# Compilers for other devices: never in the environment of the suite, which must not depend on them.
+TARGETS_VENV ?= .venv-targets
+TARGETS_STAMP := $(TARGETS_VENV)/.installed
+# The newest supported JAX, if there is a Python for it.
+TARGETS_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(PYTHON))
 # Five times as fast as pip.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help demo test suite test-full test-all lint docs walk-through dist bench lock clean
+.PHONY: help demo test suite test-full test-all test-targets targets lint docs walk-through dist bench lock clean
 
 help:  ## This list.
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,13 +23,19 @@ test: $(STAMP)  ## Lint and the CPU suite, at the same time.
 	$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: $(STAMP)  ## The CPU suite, without the whole products of cases.
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu and not full"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu and not targets and not full"
 
 test-full: $(STAMP)  ## The CPU suite with the whole products of cases.
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu and not targets"
 
 test-all:  ## The suite on every supported Python that is installed.
 	./scripts/test-all
+
+test-targets: $(TARGETS_STAMP)  ## Compile every backend for TPUs and GPUs that are not here.
+	JAX_PLATFORMS=cpu $(TARGETS_VENV)/bin/python -m pytest -n 2 -m targets tests/targets
+
+targets: $(TARGETS_STAMP)  ## The table of what compiles for which device, in docs/targets-table.md.
+	JAX_PLATFORMS=cpu $(TARGETS_VENV)/bin/python -m benchmarks.targets
 
 lint: docs $(STAMP)  ## Style, types, and the docs with warnings as errors.
 	$(BIN)/ruff check .
@@ -54,6 +65,7 @@ bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
 
 lock: $(STAMP)  ## Resolve the pinned versions anew.
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --group dev --extra remote --no-annotate --no-header pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --group targets --no-annotate --no-header pyproject.toml -o requirements-targets.lock
 
 clean:  ## Remove the environments and everything that was built.
 	rm -rf $(VENV) .venv-* build dist site
@@ -69,4 +81,10 @@ $(RUNS): pyproject.toml requirements.lock
 # And what developing it needs.
 $(STAMP): $(RUNS)
 	$(INSTALL) --requirement requirements.lock
+	touch $@
+
+$(TARGETS_STAMP): pyproject.toml requirements-targets.lock
+	$(TARGETS_PYTHON) -m venv $(TARGETS_VENV)
+	$(TARGETS_VENV)/bin/pip install --quiet --requirement requirements-targets.lock
+	$(TARGETS_VENV)/bin/pip install --quiet --constraint requirements-targets.lock --no-build-isolation --editable .
 	touch $@

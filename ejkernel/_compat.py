@@ -4,6 +4,7 @@ import contextlib
 import enum
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,12 @@ def tangent_type(x: Any) -> Any:
 def without_consts(jaxpr: Any) -> tuple[list[Any], Any]:
     """The constants of equations, and the equations as a function of them and of their arguments."""
     return jaxpr.consts, _pe.close_jaxpr(_pe.convert_constvars_jaxpr(jaxpr.jaxpr))
+
+
+def lowered_types(jaxpr: Any) -> Any:
+    """The equations with JAX's simple types only; the same ones in versions that have no other."""
+    lower = getattr(_pe, "lower_jaxpr2", None)
+    return jaxpr if lower is None else lower(jaxpr)
 
 
 def def_as_jit(primitive: Any, fn: Callable[..., Any]) -> None:
@@ -200,6 +207,16 @@ def manual_axes() -> dict[str, int]:
     return {name: mesh.shape[name] for name in mesh.manual_axes}
 
 
+def automatic_devices(ctx: Any) -> int:
+    """Over how many devices the compiler will split what is being lowered; 1 if it will not split it."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is None:
+        return getattr(axes, "num_devices", 1)  # None in an exported program that runs anywhere.
+    manual = {*axes.manual_axes, *mesh.manual_axes}
+    return math.prod(size for name, size in mesh.shape.items() if name not in manual)
+
+
 def _called_from(filename: str) -> bool:
     frame = sys._getframe(1)
     while frame is not None:
@@ -207,6 +224,20 @@ def _called_from(filename: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# --- Devices that are not here ---
+
+
+def mesh_device() -> Any | None:
+    """The abstract device of the mesh around the code that is traced; None if there is no mesh, or it names none."""
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+def compiles_only(device: Any) -> bool:
+    """Whether a device is part of a described topology: programs can be compiled for it, and not run."""
+    client = getattr(device, "client", None)
+    return isinstance(device, jax.sharding.AbstractDevice) or type(client).__name__ == "CompileOnlyPyClient"
 
 
 # --- Many processes ---

@@ -31,6 +31,7 @@ _HOMES = {
     "ops.core.operation": ("OperationArgumentError",),
     "ops.execution.batch": ("BatchArgumentError",),
     "ops.execution.executor": ("ChooserError",),
+    "ops.execution.parts": ("DivisionWarning",),
     "ops.execution.sharding": ("ShardingArgumentError",),
     "ops.execution.tuning": ("RecordedCallsError",),
     "ops.offline.adoption": ("OldCodeError",),
@@ -48,6 +49,7 @@ _HOMES = {
     "ops.store.packs": ("PackError",),
     "ops.store.persistent": ("StoreSettingError",),
     "ops.store.places": ("StoreKeyError",),
+    "ops.tuning.clock": ("RankingError",),
     "ops.tuning.isolated": ("IsolatedBenchError",),
     "ops.tuning.problem": ("TuningInputsError",),
     "ops.tuning.racing": ("RaceError",),
@@ -61,11 +63,13 @@ _HOMES = {
     "ops.tuning.workers.process": ("JobCrashed", "JobError", "JobOutOfMemory", "JobRaised", "JobTimedOut"),
     "ops.utils.arguments": ("StaticArgumentError",),
     "ops.utils.env": ("EnvironmentValueError",),
+    "ops.utils.fingerprint": ("AbsentDeviceError",),
     "ops.utils.jsontext": ("JsonTextError",),
     "ops.utils.meta": ("LabelError", "ProgramError"),
     "ops.utils.params": ("ParamsError",),
     "ops.utils.records": ("ConfigMismatchError", "UnknownClassError"),
     "ops.utils.tagged": ("ConfigEncodeError",),
+    "ops.utils.targets": ("TargetError",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["EjkernelError", *_HOME_OF]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli import calls, operations
+from ejkernel.cli import ahead, calls, operations
 from ejkernel.cli.options import AsJson, Grad, Settings, Store
 from ejkernel.cli.output import counted, print_json, short_arguments, short_cfg, tell, working
 from ejkernel.cli.store import open_store
@@ -20,6 +21,7 @@ from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.execution.executor import Executor, Explanation
 from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.store.signatures import closest
+from ejkernel.ops.utils import targets
 
 _STORED = ("memory", "persistent")
 
@@ -37,6 +39,10 @@ def explain(
     settings: Settings = None,
     grad: Grad = False,
     specs_file: Annotated[Path | None, typer.Option("--specs", help="Record file for the calls of a program.")] = None,
+    for_target: Annotated[
+        str | None,
+        typer.Option("--for", help="On a device that is not here: v6e, sm_100a, ...", autocompletion=ahead.complete),
+    ] = None,
     store: Store = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +57,8 @@ def explain(
 
     ejkernel explain record.json --json
     """
-    with working("starting JAX"):
+    away = contextlib.nullcontext() if for_target is None else targets.compiling_for(targets.find(for_target))
+    with working("starting JAX"), away:
         found, missing = calls.find(target, specs_file, args, settings or [], grad)
         cache = open_store(store)
         executor = Executor(ConfigSelectorChain(persistent=cache, policy=AutotunePolicy.from_environment()))

@@ -37,7 +37,12 @@ class NamedCall(NamedTuple):
         """Whether `entry` is a finished measurement of this call, by today's kernel and JAX."""
         kernel = self.inv.kernel
         assert kernel is not None
-        if entry is None or not entry.complete or provenance.changes(entry.provenance, source_of(kernel)):
+        if (
+            entry is None
+            or not entry.complete
+            or entry.clock is not None
+            or provenance.changes(entry.provenance, source_of(kernel))
+        ):
             return False
         try:
             return entry.typed(source_of(kernel).cfg_type).cfg is not None
@@ -45,7 +50,7 @@ class NamedCall(NamedTuple):
             return False
 
 
-def find(name: str, only: Sequence[str] = ()) -> list[NamedCall]:
+def find(name: str, only: Sequence[str] = (), *, with_data: bool = True) -> list[NamedCall]:
     """The workloads of an operation for the device at hand, those whose names match one of `only` if there are any.
 
     A pattern is a part of a name, or a whole one with `*` and `?`.
@@ -60,7 +65,8 @@ def find(name: str, only: Sequence[str] = ()) -> list[NamedCall]:
     chosen = [w for w in workloads if not only or any(map(_matcher(w.name), only))]
     if not chosen:
         raise EjkernelError(f"--only: no workload matches {', '.join(only)}. There are: {_quoted(workloads)}.")
-    return [NamedCall(w.name, inv) for w in chosen for inv in _with_data(calls_of(kernel, w), w)]
+    calls_of_one = lambda w: _with_data(calls_of(kernel, w), w) if with_data else calls_of(kernel, w)
+    return [NamedCall(w.name, inv) for w in chosen for inv in calls_of_one(w)]
 
 
 def _matcher(name: str) -> Callable[[str], bool]:

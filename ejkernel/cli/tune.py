@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli import calls, interrupts, operations, suites
+from ejkernel.cli import ahead, calls, interrupts, operations, suites
 from ejkernel.cli.options import AsJson, Grad, NoTrials, Settings, Store
 from ejkernel.cli.output import check_file, counted, print_json, print_table, short_arguments, short_repr, tell
 from ejkernel.cli.store import open_store
@@ -69,6 +69,15 @@ def tune(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Of a suite: also what is decided already.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Of a suite: only say which calls there are.")] = False,
+    for_target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="Rank configs for a device that is not here by what its compiler says: v5e, v6e, sm_100a, ...",
+            autocompletion=ahead.complete,
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="With --for: how many compilers run at a time.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Tune calls and store the results; exit code 1 if some could not be tuned or stored.
@@ -86,9 +95,17 @@ def tune(
     ejkernel tune my_pkg.kernels:MyKernel --args "f32[1024,1024],f32[1024,1024]" --set causal=true
 
     ejkernel tune rms_norm --suite --out packs/here.json
+
+    ejkernel tune flash_attention --suite --for v6e --out packs/tpu-v6e.json
     """
     _check({"--budget": budget, "--compile-s": compile_s}, out)
     cache = open_store(store)
+    if for_target is not None:
+        if cases or executor is not None or budget is not None or listed:
+            raise EjkernelError("--for goes without --budget, --cases, --executor and --list: nothing is measured.")
+        wanted = ahead.Wanted(target, specs_file, args, settings or [], grad, suite, only or (), again)
+        limits = {"jobs": jobs, "compile_s": compile_s, "most": max_candidates}
+        raise typer.Exit(ahead.tune(cache, for_target, wanted, out, no_trials=no_trials, as_json=as_json, **limits))
     if suite or listed:
         if target is None or specs_file is not None or args or settings or grad:
             raise EjkernelError(

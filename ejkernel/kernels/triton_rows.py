@@ -33,7 +33,7 @@ def unsupported(x: Any) -> str | None:
 def space(columns: int, arrays: int) -> list[RowParams]:
     """Some 32 elements per thread first, then less and more, for blocks that hold so many arrays."""
     width = pl.next_power_of_2(columns)
-    warps, rows = min(max(width * arrays // 1024, 1), 16), max(2048 // (width * arrays), 1)
+    warps, rows = min(max(width * arrays // 1024, 1), 32), max(2048 // (width * arrays), 1)
     sizes = [(rows, warps), *((r, w) for r in (1, 2, 4, rows) for w in (warps // 2, warps, 2 * warps))]
     return [RowParams(rows=r, num_warps=w) for r, w in sizes if 0 < w <= 32 and (r == rows or r * width <= 16384)]
 

@@ -22,7 +22,7 @@ from ejkernel.kernels.flash_attention.arguments import (
     keywords_of,
 )
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
-from ejkernel.ops.core import dispatch
+from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
@@ -310,27 +310,22 @@ def flash_attention(
     # First what most calls are, because asking for types takes a tenth of an eager call's time.
     if platform is None and cfg is None and _are_whole(query, key, value):
         return services.run(_kernel, None, args, kwargs)  # As `_kernel(...)` does, and `_call` too.
-    if (spec := _explicit_spec(args)) is not None:
-        return _call_automatic(args, kwargs, cfg, spec)
+    if (found := explicit.typed(args)) is not None:
+        return _call_typed(args, kwargs, cfg, found)
     return _call(args, kwargs, cfg)
 
 
-def _call_automatic(
-    args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None, spec: PartitionSpec
+def _call_typed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None, found: explicit.Typed
 ) -> Array:
+    """A call whose arguments have shardings in their types: each device runs its part alone if it can."""
+    from ejkernel.modules.sharded_attention import runs_alone, sharded
+
+    if runs_alone(found.specs[:3], args):
+        return sharded(_call, args, kwargs, cfg, found.mesh, found.specs[:3], None)
     call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
-    automatic: Any = jax.sharding.auto_axes(call, out_sharding=spec)
-    return automatic(*arrays)
-
-
-def _explicit_spec(args: tuple[Any, ...]) -> PartitionSpec | None:
-    """The output's sharding, if those of the arguments are part of their types; inside, the compiler decides."""
-    query, key, value, *_ = args
-    types = [jax.typeof(x).sharding for x in (query, key, value) if isinstance(x, jax.Array)]
-    if all(t.mesh.empty or all(axis is None for axis in t.spec) for t in types):
-        return None
     # Not of the head dimension: the output has the value's.
-    return PartitionSpec(*types[0].spec[:3], None)
+    return explicit.automatic(call, PartitionSpec(*found.specs[0][:3], None))(*arrays)
 
 
 def _are_whole(query: Any, key: Any, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.grouped_matmul import exact
@@ -20,6 +22,7 @@ from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, Distribution, draw_group_sizes
 from ejkernel.kernels.grouped_matmul.xla import XlaConfig
 from ejkernel.ops.core.backend import Backend, Platform
+from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import Operation
 from ejkernel.ops.core.types import Cfg
@@ -103,6 +106,18 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
 
     backends = PRODUCT
     workload_module = "ejkernel.kernels.grouped_matmul.workloads"
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[PartitionSpec]) -> Split:
+        """Columns of the weights may lie on any device; rows, and what is summed over, are for the compiler."""
+        lhs, rhs, sizes, *rest = (_filled(spec, x) for spec, x in zip(specs, args, strict=True))
+        k, n = (2, 1) if kwargs.get("transpose_rhs") else (1, 2)
+        alone = all(axis is None for axis in (*lhs, rhs[0], rhs[k], *sizes))
+        taken = lhs[0] if rhs[n] is None or lhs[0] is None else None  # A mesh axis can be used once.
+        out = PartitionSpec(taken, rhs[n])
+        existing = out if len(rest) > 1 and args[4] is not None else PartitionSpec()
+        weights = PartitionSpec(*(rhs[n] if i == n else None for i in range(3)))
+        whole = PartitionSpec()
+        return Split((whole, weights, whole, whole, existing)[: len(args)], out, local=alone)
 
     def arguments(
         self,
@@ -211,6 +226,10 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
 def _inside(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Array:
     local = local_groups(sizes, offset, rhs.shape[0])
     return covered(local.sizes, lhs.shape[0], local.first_row)
+
+
+def _filled(spec: PartitionSpec, x: Any) -> tuple[Any, ...]:
+    return (*spec, *(None,) * (np.ndim(x) - len(spec)))
 
 
 def _with(kwargs: dict[str, Any], precision: Any) -> dict[str, Any]:

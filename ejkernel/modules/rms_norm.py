@@ -12,7 +12,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rows import RowParams
 from ejkernel.ops.core.backend import Backend, Platform
-from ejkernel.ops.core.operation import DifferentiableOperation
+from ejkernel.ops.core.operation import RowOperation
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class NormArgumentError(EjkernelError, ValueError):
     """An argument of a norm does not fit the others."""
 
 
-class RmsNorm(DifferentiableOperation[RmsNormConfig, Any], op_id="rms_norm"):
+class RmsNorm(RowOperation[RmsNormConfig, Any], op_id="rms_norm"):
     """`x / sqrt(mean(x²) + epsilon) · (scale + scale_offset)` over the last axis; positional: x, scale, residual."""
 
     backends = (

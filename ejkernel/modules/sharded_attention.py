@@ -88,6 +88,16 @@ def _axes(specs: tuple[PartitionSpec, ...], qkv: tuple[Any, ...]) -> tuple[Axis,
     return query[0], query[2]
 
 
+def runs_alone(specs: tuple[PartitionSpec, ...], args: tuple[Any, ...]) -> bool:
+    """Whether arrays with these specs need no communication: only batch and heads are sharded, all alike."""
+    filled = tuple(PartitionSpec(*spec, *(None,) * (4 - len(spec))) for spec in specs)
+    try:
+        _axes(filled, args)
+    except AttentionArgumentError:
+        return False
+    return True
+
+
 def _names(entry: Axis) -> tuple[str, ...]:
     if entry is None:
         return ()

@@ -16,7 +16,7 @@ from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Attention, AttentionArgumentError, Extras, Rules
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.utils.fingerprint import compute_capability
+from ejkernel.ops.utils.fingerprint import compute_capability, is_here
 
 Array = jax.Array
 
@@ -30,6 +30,8 @@ Seen on an H200 with JAX 0.11.2, also through `jax.nn.dot_product_attention`: th
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why cuDNN does not support a call; None if it does."""
+    if not is_here():
+        return "JAX (0.10 to 0.12) asks the GPU itself whether cuDNN can be used, and it is only described here"
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     given = [name for name, x in extras._asdict().items() if x is not None]
     if given:

@@ -17,6 +17,7 @@ from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.kernels.flash_attention.pallas_cut import Cut, Part, Place, View, bundles, fitted
 from ejkernel.kernels.flash_attention.pallas_memory import Kernel, vmem_bytes, vmem_limit
+from ejkernel.kernels.flash_attention.visits import needed_steps as needed_steps
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils import devices, fingerprint
 from ejkernel.ops.utils.params import BwdParams, FwdParams

@@ -19,6 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 from ejkernel.kernels.flash_attention import masks, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
+from ejkernel.ops.utils.fingerprint import block_bytes
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
 Array = jax.Array
@@ -61,7 +63,24 @@ def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
         for warps in (4, 8)
         for stages in (2, 3)
     ]
-    return [default_forward(head_dim), *space]
+    call, room = Attention.of(inv.args, inv.kwargs), block_bytes()
+    return [default_forward(head_dim), *(params for params in space if unfit(params, call.query, room) is None)]
+
+
+def unfit(params: FwdParams, query: Any, room: int = LEAST_BLOCK_BYTES) -> str | None:
+    """Why a forward cannot run on a GPU whose blocks have so much shared memory; None if it can.
+
+    As Triton has it: tiles of keys and values in flight are in shared memory, all else is in registers.
+    """
+    dim, item = pl.next_power_of_2(query.shape[3]), query.dtype.itemsize
+    usual = default_forward(query.shape[3])
+    rows, cols = params.q_blocksize or usual.q_blocksize or 128, params.kv_blocksize or usual.kv_blocksize or 64
+    stages, warps = params.num_stages or 2, params.num_warps or 4
+    smem = (2 * stages - 1) * cols * dim * item
+    if smem > room:
+        return f"needs {smem} bytes of shared memory, a block has {room}"
+    live = rows * (dim + cols) // (32 * warps) + rows * (dim + cols) * item // (128 * warps) + 24
+    return f"needs about {live} registers per thread, there are 255" if live > 255 else None
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:

@@ -11,7 +11,7 @@ from ejkernel.ops.core.workload import Workload
 
 
 def attention(
-    device: Literal["cpu", "gpu"],
+    device: Literal["cpu", "gpu", "tpu"],
     batch: int,
     length: int,
     heads: int,
@@ -47,4 +47,10 @@ WORKLOADS = (
     attention("gpu", 16, 1024, 16, 16, 128, True),
     attention("gpu", 2, 8192, 16, 16, 64, True),
     attention("gpu", 2, 8192, 8, 8, 256, True),
+    attention("tpu", 4, 4096, 16, 16, 128, True),
+    attention("tpu", 4, 4096, 16, 16, 128, False),
+    attention("tpu", 1, 16384, 16, 16, 128, True),
+    attention("tpu", 4, 2048, 32, 8, 128, True),
+    attention("tpu", 2, 8192, 16, 16, 64, True),
+    attention("tpu", 2, 8192, 8, 8, 256, True),
 )

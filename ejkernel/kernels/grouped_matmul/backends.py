@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +60,10 @@ class _Functions:
         """The params to choose from, the guess first."""
         return self.space(self.problem(inv))
 
+    def needed_steps(self, inv: Invocation[Any, Any], params: Any, *, backward: bool) -> int | None:
+        """Steps of a TPU kernel's grid that compute something; None of other kernels."""
+        return tiles.tpu_steps(self.problem(inv), params) if isinstance(params, TpuConfig) else None
+
 
 class _Product(_Functions):
     """The forward; with transposed weights it also computes dlhs."""
@@ -101,7 +106,8 @@ def _backends(
 ) -> tuple[Backend, ...]:
     """The backends of one operation; those for Hopper are two modules, the others one each."""
     triton = kind(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space)
-    pallas = kind(f"{_HERE}.pallas", tiles.tpu_unsupported, tiles.tpu_space)
+    on_tpu = partial(tiles.tpu_space, contraction=kind is _Contraction)
+    pallas = kind(f"{_HERE}.pallas", tiles.tpu_unsupported, on_tpu)
     return (
         Backend("mosaic", kind(hopper, _hopper_unfit, space), params, capability=(9, 0), thorough=True),
         Backend("triton", triton, TritonConfig, capability=(8, 0), interpret=True),

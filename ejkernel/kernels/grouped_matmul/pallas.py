@@ -74,7 +74,8 @@ def drhs(
 ) -> Array:
     """Returns `[G, K, N]`: rows of lhs of each group, transposed, times its rows of dout."""
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
-    cfg = cfg or tpu_space(contraction(lhs, dout, groups, out_dtype=out_dtype))[0]
+    problem = contraction(lhs, dout, groups, out_dtype=out_dtype)
+    cfg = cfg or tpu_space(problem, contraction=True)[0]
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     tiles = row_tiles(group_sizes, rows, cfg.block_m, first_row=first_row, align=cfg.block_m, every_group=True)
     end = jnp.where(tiles.live, tiles.end, 0)

@@ -8,10 +8,11 @@ import itertools
 import jax.numpy as jnp
 
 from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
 
 _REGISTERS = 255
-_VMEM_BYTES = 14 << 20  # Of the 16 MiB that a kernel may use on the older TPUs.
+VMEM_BYTES = 31 << 19  # Of the 16 MiB that a kernel may use on the older TPUs: half a MiB is the compiler's own.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,8 @@ class TritonConfig:
         blocks = (self.block_m, self.block_n, self.block_k)
         if any(x < 16 or x & (x - 1) for x in blocks):
             return f"blocks must be powers of two of at least 16, got {blocks}"
-        smem = self.num_stages * (self.block_m + self.block_n) * self.block_k * item_bytes
+        # Triton computes one step while the others are loaded, from the registers that it was copied to.
+        smem = (self.num_stages - 1) * (self.block_m + self.block_n) * self.block_k * item_bytes
         if smem > LEAST_BLOCK_BYTES:
             return f"needs {smem} bytes of shared memory, a block has {LEAST_BLOCK_BYTES}"
         live = self.block_m * self.block_n // (32 * self.num_warps) + 48
@@ -76,30 +78,50 @@ class TpuConfig:
     block_k: int = 512
     block_n: int = 512
 
-    def vmem_bytes(self, item_bytes: int, out_bytes: int) -> int:
-        """Fast memory of a step: both operands and the result twice, the sum once."""
-        operands = self.block_k * (self.block_m + self.block_n) + self.block_n * self.block_m
-        result = max(self.block_m, self.block_k) * self.block_n
-        return 2 * operands * item_bytes + result * (2 * out_bytes + 4)
+    def vmem_bytes(self, item_bytes: int, out_bytes: int, *, contraction: bool = False) -> int:
+        """Fast memory of a step: both operands and the result twice, the sum once, and values for want of registers.
 
-    def unfit(self, item_bytes: int = 2, out_bytes: int = 2) -> str | None:
+        The latter are as libtpu 0.0.50 has them, to about half a MiB: the operands that are masked, and for float32 the
+        left one in parts of 16 bits.
+        """
+        m, k, n = self.block_m, self.block_k, self.block_n
+        operands, result = (m * (k + n), k * n) if contraction else (k * (m + n), m * n)
+        values = (m * (k + n) if contraction else m * k) * item_bytes
+        values += m * k * 12 if item_bytes == 4 else 0
+        return 2 * operands * item_bytes + result * (2 * out_bytes + 4) + values
+
+    def unfit(self, item_bytes: int = 2, out_bytes: int = 2, *, contraction: bool = False) -> str | None:
         """Says why this config cannot run with elements of these sizes, or `None` if it can."""
         if self.block_m % 16 or self.block_k % 128 or self.block_n % 128:
             return f"block_m must be a multiple of 16, the others of 128, got {dataclasses.astuple(self)}"
-        if (vmem := self.vmem_bytes(item_bytes, out_bytes)) > _VMEM_BYTES:
-            return f"needs {vmem} bytes of fast memory, a kernel has {_VMEM_BYTES}"
+        if (vmem := self.vmem_bytes(item_bytes, out_bytes, contraction=contraction)) > VMEM_BYTES:
+            return f"needs {vmem} bytes of fast memory, a kernel has {VMEM_BYTES}"
         return None
 
 
-def tpu_space(problem: Problem) -> list[TpuConfig]:
-    """Configs that fit, the guess first."""
-    few, k, n = problem.rows <= 128 * problem.groups, problem.k, problem.n
-    guess = TpuConfig(block_m=128 if few else 512, block_k=min(512, _ceil(k)), block_n=min(512, _ceil(n)))
+def tpu_space(problem: Problem, *, contraction: bool = False) -> list[TpuConfig]:
+    """Configs that fit, the guess first; of the gradient of the weights if it is a `contraction`."""
+    k, n, each = problem.k, problem.n, problem.rows // problem.groups
+    sizes = (problem.item_bytes, problem.out_bytes)
+    # By the schedules for v6e: the largest tiles that fit, of as many rows as half a group.
+    rows = 128 if each <= 128 else 256 if each <= 1024 else 512
+    guesses = [
+        TpuConfig(block_m=rows, block_k=min(depth, _ceil(k)), block_n=min(columns, _ceil(n)))
+        for depth, columns in ((1024, 1024), (512, 1024), (512, 512))
+    ]
     others = [
         TpuConfig(block_m=m, block_k=min(depth, _ceil(k)), block_n=min(columns, _ceil(n)))
         for m, depth, columns in itertools.product((128, 256, 512), (256, 512, 1024), (256, 512, 1024))
     ]
-    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(problem.item_bytes, problem.out_bytes) is None]
+    return [cfg for cfg in dict.fromkeys([*guesses, *others]) if cfg.unfit(*sizes, contraction=contraction) is None]
+
+
+def tpu_steps(problem: Problem, cfg: TpuConfig) -> int:
+    """Steps of the TPU kernels' grids that compute something, if rows fall on groups unevenly."""
+    sizes = draw_group_sizes(problem.rows, problem.groups, "uneven")
+    ends = sizes.cumsum()
+    tiles = -(-ends // cfg.block_m) - (ends - sizes) // cfg.block_m
+    return int(tiles[sizes > 0].sum()) * -(-problem.k // cfg.block_k) * -(-problem.n // cfg.block_n)
 
 
 def _ceil(x: int) -> int:

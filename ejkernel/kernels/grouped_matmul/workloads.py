@@ -16,7 +16,7 @@ DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
 
 def product(
     name: str,
-    device: Literal["cpu", "gpu"],
+    device: Literal["cpu", "gpu", "tpu"],
     sizes: tuple[int, int, int, int],
     distribution: Distribution = "uneven",
     dtype: str = "bfloat16",
@@ -53,6 +53,11 @@ WORKLOADS = (
     product("deepseek-v3", "gpu", (32_768, 256, 7168, 2048)),
     product("decode-qwen3-30b", "gpu", (512, 128, 2048, 768)),
     product("decode-deepseek-v3", "gpu", (2048, 256, 7168, 2048)),
+    product("mixtral", "tpu", (16_384, 8, 4096, 14_336)),
+    product("mixtral-down", "tpu", (16_384, 8, 14_336, 4096)),
+    product("qwen3-30b", "tpu", (65_536, 128, 2048, 768)),
+    product("qwen3-30b-down", "tpu", (65_536, 128, 768, 2048)),
+    product("decode-qwen3-30b", "tpu", (512, 128, 2048, 768)),
 )
 
 

@@ -23,7 +23,7 @@ from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.canonical import same_cfg
-from ejkernel.ops.utils.fingerprint import current_device, qualified_name
+from ejkernel.ops.utils.fingerprint import current_device, is_here, qualified_name, require_here
 from ejkernel.ops.utils.services import services
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ class ConfigSelectorChain:
     def explain(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Selection:
         """Like `select`, but reads every tier and never tunes or raises on a miss."""
         policy = effective_policy(self)
-        tiers = [*self._local(inv, kernel), *self._agreed(inv, kernel, policy), *self.stored(inv, kernel, policy)]
+        stored = self.stored(inv, kernel, policy, now=False)
+        tiers = [*self._local(inv, kernel), *self._agreed(inv, kernel, policy), *stored]
         if policy.autotune == "on" and not inv.is_symbolic:
             tiers.append(Tier("autotune", None, "would measure the candidates now"))
         elif policy.autotune != "frozen" and not inv.is_symbolic:
@@ -266,11 +267,13 @@ class ConfigSelectorChain:
             tier = Tier("overlay", overlay.source.get(*inv.key), f"depth {len(overlays) - depth}")
             yield self._fitting(tier, inv, kernel)
 
-    def stored(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy) -> Iterator[Tier]:
-        """The tiers that belong to this process."""
+    def stored(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy, *, now: bool = True
+    ) -> Iterator[Tier]:
+        """The tiers that belong to this process; without `now`, nothing is run to check a config."""
         yield self._memory_tier(inv, kernel)
         if self.persistent is not None:
-            yield self._persistent_tier(self.persistent, inv, kernel, policy)
+            yield self._persistent_tier(self.persistent, inv, kernel, policy, now=now)
 
     def _memory_tier(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Tier:
         return self._fitting(Tier("memory", self.cache.get(*inv.key)), inv, kernel)
@@ -299,7 +302,13 @@ class ConfigSelectorChain:
         return Tier(tier.name, None, f"a {found}, not a {wanted}")
 
     def _persistent_tier(
-        self, store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy
+        self,
+        store: PersistentCache,
+        inv: Invocation[Any, Any],
+        kernel: Kernel[Any, Any],
+        policy: AutotunePolicy,
+        *,
+        now: bool = True,
     ) -> Tier:
         entry = store.lookup(*inv.key, cfg_type=kernel.cfg_type, kernel=source_of(kernel), stale=policy.stale)
         if entry is None:
@@ -309,7 +318,35 @@ class ConfigSelectorChain:
         if entry.has_other_source and not is_candidate(inv, kernel, entry.cfg):
             return Tier("persistent", None, f"{entry.cfg!r} is no candidate any more: {entry.stale}")
         tier = Tier("persistent", entry.cfg, f"{entry.layer}{f', stale: {entry.stale}' if entry.stale else ''}")
+        if entry.clock is not None:
+            tier = self._ranked(tier, entry, inv, kernel, policy, now=now)
         return self._fitting(tier, inv, kernel, entry.cfg_data["type"])
+
+    def _ranked(
+        self,
+        tier: Tier,
+        entry: StoredEntry,
+        inv: Invocation[Any, Any],
+        kernel: Kernel[Any, Any],
+        policy: AutotunePolicy,
+        *,
+        now: bool,
+    ) -> Tier:
+        """The tier of a config that a compiler has ranked: it never ran, so it is checked where it can be."""
+        note = f"{tier.note}, clock: {entry.clock}, not measured"
+        if not is_here():
+            return tier._replace(note=note)
+        if policy.autotune == "on":
+            return Tier(tier.name, None, f"{note}: would be measured now")
+        if kernel.collective and _compat.distributed_client() is not None:
+            return Tier(tier.name, None, f"{note}; one process alone cannot check a collective kernel")
+        with self._flights.of(("proof", *inv.key)) if now else nullcontext():
+            found = services.prove(inv, kernel, entry.cfg, self.persistent, now=now)
+        if found is None:
+            return tier._replace(note=f"{note}; to be checked at the first call")
+        if found.reason is not None:
+            return Tier(tier.name, None, f"{note}, but {found.reason}")
+        return tier._replace(note=note)
 
     def _transferred(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], policy: AutotunePolicy, *, now: bool = True
@@ -449,6 +486,7 @@ class ConfigSelectorChain:
     def measured(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Any, *, persist: bool = True) -> Any:
         """Measures and stores in memory; on disk too, unless another process does that."""
         fits = lambda entry: accepts(inv, kernel, entry.cfg)
+        require_here(f"tuning {inv.op_id}")  # Here too: a tuner need not be ours.
         near = self._nearest(inv, kernel, effective_policy(self), fits)
         store = self.persistent if self.persist_autotune and persist else None
         seeds = () if near is None else (near.cfg,)
@@ -473,7 +511,7 @@ class ConfigSelectorChain:
         if store is None:
             return None
         entry = store.lookup(*inv.key, cfg_type=kernel.cfg_type, kernel=source_of(kernel), stale=policy.stale)
-        if entry is None or not entry.complete:
+        if entry is None or not entry.complete or entry.clock is not None:
             return None
         return self._persistent_tier(store, inv, kernel, policy).cfg
 

@@ -34,6 +34,10 @@ class Batching(Protocol):
         """The call for one example of a batch that `operands` show; None if they show none."""
         ...
 
+    def divisible(self, devices: int) -> Flat | None:
+        """The call in a form that the compiler can split over devices; None if it is, or if there is none."""
+        ...
+
 
 _call = _compat.Primitive("ejkernel_call")
 _call.multiple_results = True
@@ -130,11 +134,22 @@ def _batch(
     return outs, (0,) * len(outs)
 
 
+def _lower(ctx: Any, *operands: Any, batching: Batching, consts: int, fixed: bool, **params: Any) -> Any:
+    run = functools.partial(_run, **params)
+    devices = _compat.automatic_devices(ctx)
+    if devices > 1 and not fixed and (divisible := batching.divisible(devices)) is not None:
+        other = lambda *operands: divisible(*operands[consts:])
+        kinds = lambda avals: [(x.shape, x.dtype) for x in avals]
+        if kinds(jax.eval_shape(other, *ctx.avals_in)) == kinds(ctx.avals_out):
+            run = other
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
 _call.def_impl(_run)
-# JAX 0.12 lowers equations with types of its own (references in an interpreted kernel) to simpler ones: as jit does.
-_call.to_lojax = _run
+# JAX 0.12 lowers equations with types of its own (references in an interpreted kernel) to simpler ones; the call stays.
+_call.to_lojax = lambda *operands, jaxpr, **params: _call.bind(*operands, jaxpr=_compat.lowered_types(jaxpr), **params)
 _call.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
+mlir.register_lowering(_call, _lower)
 ad.primitive_jvps[_call] = _jvp
 ad.primitive_transposes[_call] = _transpose
 batching.fancy_primitive_batchers[_call] = _batch

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.core import explicit
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.workload import Workload
+from ejkernel.ops.utils import arguments
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -122,6 +125,10 @@ class Operation(Kernel[Cfg, Out]):
         """The guess of the most promising backend that supports the call."""
         return self._cfgs(inv, self._first(inv, backward=False), backward=False)[0]
 
+    def cfg_on(self, platform: str, inv: Invocation[Any, Any], *, backward: bool = False) -> Cfg:
+        """The guess of one backend."""
+        return self._cfgs(inv, self.backend(platform), backward=backward)[0]
+
     def config_space(self, inv: Invocation[Any, Any]) -> list[Cfg]:
         """The params of every backend that supports the call."""
         return self._space(inv, backward=False)
@@ -190,7 +197,24 @@ class Operation(Kernel[Cfg, Out]):
         if mesh is not None or in_specs is not None or out_specs is not None:
             specs = _completed(in_specs, args)
             kwargs = {**kwargs, "mesh": mesh, "in_specs": specs, "out_specs": out_specs}
+        elif not explicit.are_whole(args) and (found := explicit.typed(args)) is not None:
+            return self._call_typed(args, kwargs, found)
         return self(*args, **kwargs)
+
+    def split(self, args: Args, kwargs: Kwargs, specs: Sequence[PartitionSpec]) -> Split | None:
+        """How a call is split whose arguments have these specs in their types; None leaves them as they are."""
+        return None
+
+    def _call_typed(self, args: Args, kwargs: Kwargs, found: explicit.Typed) -> Out:
+        """A call whose arguments have shardings in their types: by its own kernels on each device, if it can be."""
+        split = self.split(args, kwargs, found.specs)
+        if split is None:
+            return self(*args, **kwargs)
+        if split.local:
+            specs = {"in_specs": split.in_specs, "out_specs": split.out_specs}
+            return self(*args, **kwargs, mesh=found.mesh, **specs)
+        call, arrays = arguments.on_arrays(lambda args, kwargs: self(*args, **kwargs), (args, kwargs))
+        return explicit.automatic(call, split.out_specs)(*arrays)
 
     def _agreed_platform(self, platform: str | None, cfg: Any) -> str | None:
         if platform is not None:
@@ -254,6 +278,16 @@ class DifferentiableOperation(Operation[Cfg, Out]):
         grads = jax.vjp(run, *(args[i] for i in moving))[1](dout)
         found = dict(zip(moving, grads, strict=True))
         return tuple(found.get(i) for i in range(len(args)))
+
+
+class RowOperation(DifferentiableOperation[Cfg, Out]):
+    """One that works on rows, the last axis of its first argument: what has its shape, outputs too, lies like it."""
+
+    def split(self, args: Args, kwargs: Kwargs, specs: Sequence[PartitionSpec]) -> Split:
+        """Rows may lie on any device; a row on several is for the compiler."""
+        rows = PartitionSpec(*specs[0], *(None,) * (args[0].ndim - len(specs[0])))
+        like_rows = lambda x: x is not None and x.shape == args[0].shape
+        return Split(tuple(rows if like_rows(x) else PartitionSpec() for x in args), rows, local=rows[-1] is None)
 
 
 def _bind(cls: type[Operation[Any, Any]], method: str, backend: Backend) -> None:

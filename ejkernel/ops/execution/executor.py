@@ -51,6 +51,7 @@ from ejkernel.ops.execution.pipeline import ConfigChooser as ConfigChooser
 from ejkernel.ops.execution.program import Program, bounded
 from ejkernel.ops.utils import arguments, env
 from ejkernel.ops.utils.canonical import canonical
+from ejkernel.ops.utils.fingerprint import device_fingerprint, is_here
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.services import services
 
@@ -332,6 +333,8 @@ class Executor:
         # Inside a jitted call batches cannot be seen, and once it is differentiated it is too late to choose.
         if not final and (batches := _differentiated_batches(kernel, args, kwargs)):
             return self._program(kernel, cfg, batches)
+        if not final and not is_here():
+            return self._program(kernel, cfg)
         try:
             program = links[self._key]()[cfg, final]
         except (KeyError, TypeError):
@@ -353,7 +356,9 @@ class Executor:
     ) -> Program:
         _check_kernel(kernel)
         table = self._table(kernel)
-        key = (batches, final, canonical(cfg))
+        # A program that is compiled ahead has the configs of its target, whichever device it was traced for before.
+        target = None if final or is_here() else device_fingerprint()
+        key = (batches, final, target, canonical(cfg))
         program = table.get(key)
         if program is None:
             before = partial(_record_data, _holder(kernel)) if kernel.record_integers else None

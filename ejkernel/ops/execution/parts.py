@@ -6,10 +6,11 @@ Each is batched as a whole: the config is chosen for the batch, and a kernel tha
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,6 +30,24 @@ from ejkernel.ops.execution.pipeline import Args, Attempt, Choice, Fixed, Kwargs
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.canonical import same_cfg
 
+WHOLE_PLATFORMS = ("pallas", "mosaic", "triton")
+"""Those whose kernels the compiler cannot split over devices; cuDNN's attention has rules for it."""
+
+
+class DivisionWarning(UserWarning):
+    """A kernel cannot be split over devices by the compiler, so another backend runs."""
+
+
+@cache
+def _warn_of_division(op_id: str, platform: str, instead: str, devices: int) -> None:
+    warnings.warn(
+        f"{op_id}: its arrays are on {devices} devices and the compiler is to split the call, which it cannot do with "
+        f"the {platform} kernel: {instead} runs instead. Pass mesh= and in_specs=, call it inside jax.shard_map, or "
+        "use a mesh with explicit axes.",
+        DivisionWarning,
+        stacklevel=2,
+    )
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -42,6 +61,8 @@ class Part:
       pinned: Gives the attempt, if it must not be chosen again.
       at_once: The function that runs a whole batch with an attempt, if there is one.
       is_alive: Whether the kernel still exists; if not, its equations are mapped as they are.
+      divide: The attempt whose equations the compiler can split over devices, if there is one.
+      platform: That of the attempt it is bound with.
       batches: The `jax.vmap` applied so far, innermost first.
     """
 
@@ -52,6 +73,8 @@ class Part:
     pinned: Callable[[], Attempt] | None = None
     at_once: Callable[[Attempt, Batch], Flat | None] = lambda attempt, batch: None
     is_alive: Callable[[], bool] = lambda: True
+    divide: Callable[[], Attempt | None] = lambda: None
+    platform: str = ""
     batches: tuple[Batch, ...] = ()
 
     def __repr__(self) -> str:
@@ -59,7 +82,7 @@ class Part:
 
     def bind(self, operands: Sequence[Any], attempt: Attempt) -> Sequence[Any]:
         """The part as one operation, with `attempt` unless a batch replaces it."""
-        return call.bind(self._mapped(attempt), self, operands, self.name)
+        return call.bind(self._mapped(attempt), replace(self, platform=attempt.platform), operands, self.name)
 
     def seen(self, operands: Sequence[Any]) -> Attempt | None:
         """The attempt for the batches that operands show; None if they show none."""
@@ -84,6 +107,13 @@ class Part:
             return part.bind(operands, attempt)
         except NotImplementedError:
             return None  # The equations are those of a backend that supports the call.
+
+    def divisible(self, devices: int) -> Flat | None:
+        """The part in a form that the compiler can split over devices, if as it is it cannot."""
+        if self.platform not in WHOLE_PLATFORMS or not self.is_alive() or (attempt := self.divide()) is None:
+            return None
+        _warn_of_division(attempt.inv.op_id, self.platform, attempt.platform, devices)
+        return self._mapped(attempt)
 
     def _choose(self, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         return self.choose([replace(b, dims=b.dims[self.first :]) for b in batches], data)
@@ -142,7 +172,8 @@ class WholeCall:
         self._inv = replace(inv, kernel=None)
         self._statics = statics
         self._flat = _Flattened()
-        self._part = Part(kernel.op_id, self._make, self._choose, at_once=self._at_once, is_alive=self._is_alive)
+        own = {"at_once": self._at_once, "is_alive": self._is_alive, "divide": self._divide}
+        self._part = Part(kernel.op_id, self._make, self._choose, **own)
 
     def _is_alive(self) -> bool:
         return self._kernel() is not None
@@ -165,7 +196,8 @@ class WholeCall:
 
     def run(self, attempt: Attempt, arrays: Sequence[Any]) -> Any:
         """Runs the call with an attempt."""
-        if self._final and runs_as_operation(self.fixed.kernel):
+        is_final = self._final and attempt.platform not in WHOLE_PLATFORMS  # Arrays may be on several devices.
+        if is_final and runs_as_operation(self.fixed.kernel):
             # Not as one operation, which takes all arguments: JAX leaves out those that no equation uses.
             residual_pair(self.fixed.kernel, attempt)  # Refuses half a gradient.
             args, kwargs = arguments.merge(arrays, self._statics)
@@ -190,6 +222,9 @@ class WholeCall:
 
     def _choose(self, batches: Sequence[Batch], data: Sequence[Any] | None) -> Attempt:
         return self.pipeline.batched_attempt(self.fixed, self.inv, batches, data)
+
+    def _divide(self, *, backward: bool = False) -> Attempt | None:
+        return self.pipeline.divisible_attempt(self.fixed, self.inv, backward=backward)
 
     def _make(self, attempt: Attempt) -> Flat:
         def run(*arrays: Any) -> Any:
@@ -239,7 +274,8 @@ class WholeCall:
             return flat(run)
 
         pinned = (lambda: first) if first.batch is not None or self._shares_cfg(first) else None
-        part = Part(f"{self.fixed.kernel.op_id}.fwd", make, partial(self._agreeing, first), pinned=pinned)
+        choose = partial(self._agreeing, first)
+        part = Part(f"{self.fixed.kernel.op_id}.fwd", make, choose, pinned=pinned, divide=self._divide)
         return flat.restore(self._bound(part, arrays, first))
 
     def _with_residuals(self, first: Attempt, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
@@ -302,7 +338,8 @@ class WholeCall:
 
             return flat(run)
 
-        part = Part(f"{self.fixed.kernel.op_id}.bwd", make, partial(self._backward_choice, forward), len(first))
+        choose, divide = partial(self._backward_choice, forward), partial(self._divide, backward=True)
+        part = Part(f"{self.fixed.kernel.op_id}.bwd", make, choose, len(first), divide=divide)
         operands = [*first, *arrays]
         if self._shares_cfg(forward):
             attempt = forward

@@ -213,6 +213,25 @@ class Pipeline:
         here = replace(inv, platform=chosen.platform)
         return Attempt(here, chosen.platform, run, chosen.cfg, whole, chosen.error)
 
+    def divisible_attempt(self, fixed: Fixed, inv: Invocation[Any, Any], *, backward: bool) -> Attempt | None:
+        """XLA's own, with its guess, unless the call asks for another backend or there is none.
+
+        The compiler can split it over devices. Nothing is looked up: what is stored is for calls on one device.
+        """
+        kernel, here = fixed.kernel, replace(inv, platform="xla")
+        if fixed.cfg is not None or "platform" in inv.kwargs or not hasattr(kernel, "run_xla"):
+            return None
+        own = BackwardKernel.of(kernel) if backward else None
+        if own is not None:
+            here = replace(backward_invocation(own, here), platform="xla")
+        if dispatch.refusal(kernel, here, "xla") is not None:
+            return None
+        owner, cfg_on = here.kernel, getattr(kernel, "cfg_on", None)
+        assert owner is not None
+        cfg = heuristic(here, owner) if cfg_on is None else cfg_on("xla", here, backward=own is not None)
+        run = dispatch.forced_implementation(kernel, inv.context, "xla")
+        return Attempt(here, "xla", run, cfg)
+
     def _choose_on(self, data: Sequence[Any], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         args, kwargs = arguments.merge(data, arguments.split((inv.args, dict(inv.kwargs)))[1])
         return self.chooser.choose(replace(inv, args=args, kwargs=kwargs), kernel)

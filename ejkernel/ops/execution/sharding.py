@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.utils import arguments
@@ -64,7 +64,7 @@ def check(mesh: Any, in_specs: Any, out_specs: Any) -> None:
     """Raises an error for arguments that do not fit."""
     if mesh is None:
         raise ShardingArgumentError("in_specs and out_specs need mesh=, a jax.sharding.Mesh; got mesh=None.")
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ShardingArgumentError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}.")
     if in_specs is None or out_specs is None:
         missing = "in_specs" if in_specs is None else "out_specs"

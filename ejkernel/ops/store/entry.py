@@ -64,6 +64,12 @@ class StoredEntry:
         return cfg
 
     @property
+    def clock(self) -> str | None:
+        """What ranked the candidates if they were not run: a compiler's `schedule`, or its `order`."""
+        named = self.provenance.get("clock")
+        return None if named is None else str(named)
+
+    @property
     def kept_guess(self) -> bool:
         """Whether tuning found nothing faster than the kernel's own guess."""
         candidates = self.statistics.get("candidates")

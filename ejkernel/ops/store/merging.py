@@ -17,7 +17,7 @@ Keep = Literal["better", "mine", "theirs"]
 
 
 def better(a: StoredEntry, b: StoredEntry) -> StoredEntry:
-    """The better of two entries: complete, newer toolchain, tighter interval, later; `a` if equal."""
+    """The better of two entries: measured, complete, newer toolchain, tighter interval, later; `a` if equal."""
     return b if foundation(b) > foundation(a) else a
 
 
@@ -25,7 +25,13 @@ def foundation(entry: StoredEntry) -> tuple[Any, ...]:
     """The rank of an entry in `better`; greater is better."""
     toolchain = tuple(_release(entry.provenance.get(name)) for name in ("jax", "jaxlib", "ejkernel"))
     # The time decides last, because a host's clock may be wrong.
-    return entry.complete, toolchain, -interval(entry.statistics), str(entry.provenance.get("time", ""))
+    return (
+        entry.clock is None,
+        entry.complete,
+        toolchain,
+        -interval(entry.statistics),
+        str(entry.provenance.get("time", "")),
+    )
 
 
 def interval(statistics: Mapping[str, Any]) -> float:

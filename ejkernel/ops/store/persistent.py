@@ -97,11 +97,13 @@ class PersistentCache:
     ) -> StoredEntry | None:
         """Entry of a key with its config typed, from the first layer that has one that fits.
 
-        With `kernel`, an entry that was measured with another source of it or another JAX has the reason in `stale`;
-        the policy "ignore" skips it.
+        One that was measured comes before those that only a compiler has ranked, whichever layer has it. With `kernel`,
+        an entry that was measured with another source of it or another JAX has the reason in `stale`; the policy
+        "ignore" skips it.
         """
         where = places.places_of(places.split(key, "PersistentCache.lookup"))
         policy = self.stale if stale is None else _stale(stale)
+        ranked: list[tuple[StoredEntry, str | None]] = []
         for layer in self._layers():
             found = _found(layer, where)
             entry = None if found is None else self._fitting(found, cfg_type)
@@ -109,9 +111,14 @@ class PersistentCache:
                 continue
             reason = None if kernel is None else provenance.changes(entry.provenance, kernel)
             if reason is None or policy != "ignore":
-                self._note_stale(entry, reason, policy)
-                return dataclasses.replace(entry, stale=reason)
-        return None
+                ranked.append((entry, reason))
+                if entry.clock is None:
+                    break
+        if not ranked:
+            return None
+        entry, reason = next((found for found in ranked if found[0].clock is None), ranked[0])
+        self._note_stale(entry, reason, policy)
+        return dataclasses.replace(entry, stale=reason)
 
     def put(
         self,
@@ -189,11 +196,15 @@ class PersistentCache:
     ) -> Iterator[StoredEntry]:
         """Entries of the store, then those of its packs if wanted, each key once; configs are read on first use."""
         seen: set[Place] = set()
+        ranked: dict[Place, StoredEntry] = {}
         for layer in self._layers() if packs else self._own_layers():
             for entry in layer.entries(device, op_id):
-                if entry.place not in seen:
+                if entry.clock is not None:  # A later layer may have measured it.
+                    ranked.setdefault(entry.place, entry)
+                elif entry.place not in seen:
                     seen.add(entry.place)
                     yield entry
+        yield from (entry for place, entry in ranked.items() if place not in seen)
 
     def __contains__(self, key: object) -> bool:
         return self.lookup(key) is not None

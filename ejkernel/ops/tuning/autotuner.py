@@ -27,7 +27,7 @@ from ejkernel.ops.tuning.session import Effort, Session
 from ejkernel.ops.tuning.session import TuningError as TuningError
 from ejkernel.ops.tuning.timers import Timer
 from ejkernel.ops.tuning.workers import run_outside
-from ejkernel.ops.utils.fingerprint import qualified_name
+from ejkernel.ops.utils.fingerprint import qualified_name, require_here
 from ejkernel.ops.utils.records import ConfigMismatchError
 
 Isolation = Literal["thread", "process"]
@@ -127,7 +127,9 @@ class Autotuner:
         Raises:
           TuningError: No candidate could be measured.
           TuningInputsError: The call is abstract, and valid data for it is not known.
+          AbsentDeviceError: The device is only described.
         """
+        require_here(f"tuning {inv.op_id}")
         return self.outside(lambda stop: self._tune(inv, kernel, configs, store, seeds, stop))
 
     def outside(self, run: Callable[[threading.Event], Tuning]) -> Tuning:

@@ -26,7 +26,7 @@ from ejkernel.ops.tuning.workers import run_outside
 from ejkernel.ops.tuning.workers.process import available_bytes
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.canonical import same_cfg
-from ejkernel.ops.utils.fingerprint import current_device
+from ejkernel.ops.utils.fingerprint import current_device, is_here
 from ejkernel.ops.utils.serialize import cfg_id
 
 logger = logging.getLogger("ejkernel.tuning")
@@ -68,6 +68,8 @@ def prove(
     history = History(store, inv.key, source_of(kernel))
     if name in history.proofs:
         found = Proof(history.proofs[name])
+    elif not is_here():
+        return Proof("it cannot be checked: the device is not here", certain=False)
     elif now:
         found = run_outside(partial(_prove, inv, kernel, cfg, guess), contexts=[context.same_scope(), as_stored()])
         logger.debug("%s %s: %r of another call: %s", inv.op_id, inv.call_key, cfg, found.reason or "proved")

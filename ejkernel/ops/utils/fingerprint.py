@@ -19,6 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ejkernel import _compat
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.utils import devices
 from ejkernel.ops.utils.arguments import is_array
 
 DeviceKind = Literal["gpu", "tpu", "cpu"]
@@ -90,11 +93,52 @@ def short_hash(value: Any) -> str:
 
 
 def current_device() -> Device:
-    """The device that a jitted call uses by default here, `jax.default_device` respected."""
+    """The device that a program traced here will run on: that of the mesh around it, else the default device.
+
+    It may be one that is not here, if a program is compiled ahead: see `is_here`.
+    """
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if chosen is None:
-        return jax.local_devices()[0]
-    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
+        device = jax.local_devices()[0]
+    else:
+        device = jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
+    wanted = _compat.mesh_device()
+    if wanted is None or _looks_like(device, wanted):
+        return device
+    return _local_device(wanted) or wanted
+
+
+def _looks_like(device: Device, wanted: Any) -> bool:
+    return device.device_kind == wanted.device_kind and device_kind(device) == device_kind(wanted)
+
+
+@functools.cache
+def _local_device(wanted: Any) -> Device | None:
+    """A device of this process of the kind that a mesh names."""
+    try:
+        found = jax.local_devices(backend=wanted.platform)
+    except RuntimeError:  # There is no such backend here.
+        return None
+    return next((device for device in found if _looks_like(device, wanted)), None)
+
+
+def is_here(device: Device | None = None) -> bool:
+    """Whether programs can be run on a device: not if it is only described, to compile for it."""
+    return not _compat.compiles_only(device or current_device())
+
+
+class AbsentDeviceError(EjkernelError, RuntimeError):
+    """Something would have to run on a device that is only described."""
+
+
+def require_here(what: str) -> None:
+    """Raises an error if the current device can be compiled for only; `what` cannot be done then."""
+    if not is_here():
+        raise AbsentDeviceError(
+            f"{what}: {current_device().device_kind} is only described here, to compile for it, so nothing can be "
+            "measured. `ejkernel tune ... --for` ranks configs by what the compiler says; EJKERNEL_AUTOTUNE=off takes "
+            "what is stored, or the guess."
+        )
 
 
 def device_kind(device: Device | None = None) -> DeviceKind:
@@ -112,13 +156,30 @@ def get_device_platform(device: Device | None = None) -> str:
 
 def compute_capability(device: Device | None = None) -> tuple[int, int]:
     """Of an NVIDIA GPU, (9, 0) for Hopper; (0, 0) for other devices."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device or current_device(), "compute_capability", "")))
+    found = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", _capability(device or current_device()))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def multiprocessors(device: Device | None = None) -> int:
     """How many blocks of work a device runs in parallel: the SMs of a GPU, else 1."""
-    return int(getattr(device or current_device(), "core_count", 1) or 1)
+    return _sms(device or current_device()) or 1
+
+
+def block_bytes(device: Device | None = None) -> int:
+    """Shared memory that a block of a GPU has; on one that is not known, what the smallest has."""
+    return devices.find((device or current_device()).device_kind).block_bytes or devices.LEAST_BLOCK_BYTES
+
+
+def _capability(device: Device) -> str:
+    """As the device says it, or as its data sheet does: an abstract device has only a name."""
+    return str(getattr(device, "compute_capability", None) or devices.find(device.device_kind).capability)
+
+
+def _sms(device: Device) -> int:
+    told = getattr(device, "core_count", None)
+    if told is None and not is_here(device):
+        told = devices.find(device.device_kind).sms
+    return int(told or 0)
 
 
 _USUAL_SHARE = 0.75
@@ -135,16 +196,29 @@ def _fingerprint_of(device: Device) -> str:
     kind = device_kind(device)
     if kind == "cpu":
         return f"cpu-{platform.machine().lower()}-{_vector_width()}-{_cores()}c"
+    if kind == "tpu":
+        # Its kind says all: cores and memory are reported differently by chips, topologies and versions of libtpu.
+        return _spelt("tpu", devices.find(device.device_kind).generation or device.device_kind)
     parts = [kind, device.device_kind]
-    if capability := getattr(device, "compute_capability", None):
+    if capability := _capability(device):
         parts.append(f"sm{capability}".replace(".", ""))
-    if cores := getattr(device, "core_count", None):
+    if cores := _sms(device):
         parts.append(f"{cores}c")
-    if memory := (device.memory_stats() or {}).get("bytes_limit"):
-        # The memory that JAX uses by default, rounded to a power of two: it must not depend on settings of a process.
-        usual = memory * _USUAL_SHARE / _share() if kind == "gpu" else memory
+    if usual := _usual_memory(device):
+        # Rounded to a power of two: it must not depend on settings of a process.
         parts.append(f"{2 ** round(np.log2(usual / 2**30))}g")
+    return _spelt(*parts)
+
+
+def _spelt(*parts: str) -> str:
     return re.sub(r"[^a-z0-9.-]+", "_", "-".join(parts).lower())
+
+
+def _usual_memory(device: Device) -> float:
+    """The bytes of a GPU that JAX uses by default; 0 if they are not known."""
+    if not is_here(device):
+        return devices.find(device.device_kind).memory_bytes * _USUAL_SHARE
+    return (device.memory_stats() or {}).get("bytes_limit", 0) * _USUAL_SHARE / _share()
 
 
 def device_fingerprint(device: Device | None = None) -> str:

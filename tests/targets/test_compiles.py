@@ -1,0 +1,37 @@
+"""Every backend of every operation compiles for every device that it is for, and it is our kernels that run."""
+
+import pytest
+
+from tests.targets import plan
+
+pytestmark = [
+    pytest.mark.targets,
+    # JAX 0.12 warns that this dialect of Pallas will go; `docs/flash_attention.md` tells what that means for us.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+MAY_REFUSE = {
+    "mosaic": {
+        *("2, 4096, 8, 128, causal, float32", "3, 1000, 6 (2), 80, causal, bfloat16", "decoding"),
+        *("window", "sinks", "float32"),
+    },
+    "triton": set(),
+    "pallas": set(),
+    "xla": set(),
+}
+
+
+@pytest.mark.parametrize("case", plan.cases(), ids=str)
+def test_compiles_with_the_kernels_that_it_should_have(case):
+    for part in plan.compiled(case):
+        if part.refused is not None:
+            assert case.workload in MAY_REFUSE[case.platform], part.refused
+            continue
+        assert part.program.kernels == plan.KERNELS.get((part.op_id, case.platform), 0)
+
+
+def test_all_operations_and_backends_are_listed():
+    listed = {(op_id.removesuffix(".vjp"), platform) for op_id, platform in plan.KERNELS}
+    has = {(op_id, b.platform) for op_id, kernel in plan.OPERATIONS.items() for b in kernel.backends}
+    assert listed == {(op_id, platform) for op_id, platform in has if platform not in ("xla", "cudnn")} | {
+        ("grouped_matmul_drhs", platform) for platform in ("mosaic", "triton", "pallas")
+    }

@@ -1,0 +1,159 @@
+"""What a space holds fits the smallest device that it is for, and what it leaves out as too large does not fit.
+
+Margins: a TPU kernel that is thought to need up to 1.5 MiB more than there is may still fit, because the compiler keeps
+fewer values in memory than thought; in float32, whose factors are split into parts, up to 8 MiB more. Shared memory is
+known to the byte for Triton, and to 2 KiB for Mosaic, which aligns it.
+Flash attention for TPUs has tests of its own.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import pytest
+
+from ejkernel.cli import suites
+from ejkernel.kernels.flash_attention import triton
+from ejkernel.kernels.flash_attention.workloads import attention
+from ejkernel.kernels.grouped_matmul import tiles
+from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
+from ejkernel.kernels.grouped_matmul.workloads import product
+from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.tuning import ahead
+from ejkernel.ops.utils import targets
+from ejkernel.ops.utils.devices import HOPPER, LEAST_BLOCK_BYTES
+from ejkernel.ops.utils.params import FwdParams
+from ejkernel.ops.utils.targets import TARGETS, Target
+from tests.targets.plan import OPERATIONS
+
+pytestmark = [
+    pytest.mark.targets,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+L4 = Target("sm_89", "NVIDIA L4", "1x1x1")
+"""The least shared memory of all GPUs that the Triton kernels are for."""
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+MARGIN = {"bfloat16": 3 << 19, "float32": 8 << 20}
+
+
+@functools.cache
+def device(target):
+    return targets.describe(target)[0]
+
+
+def calls(target, op_id, workload):
+    with targets.compiling_for(target):
+        return suites.calls_of(OPERATIONS[op_id], workload)
+
+
+def compiled(target, inv, platform, params, options=None):
+    name = "bwd_params" if isinstance(inv.kernel, BackwardKernel) else "fwd_params"
+    owner = inv.kernel.forward if isinstance(inv.kernel, BackwardKernel) else inv.kernel
+    cfg = owner.cfg_type(**{name: params}, platform=platform)
+    return ahead.compiled(inv, inv.kernel, cfg, target, device(target), options=options)
+
+
+# --- TPUs ---
+
+GRID = [
+    TpuConfig(block_m=m, block_k=k, block_n=n)
+    for m, k, n in itertools.product((128, 256, 512, 1024), (512, 1024, 2048), (512, 1024, 2048))
+]
+PRODUCTS = {dtype: product(dtype, "tpu", (8192, 8, 4096, 4096), dtype=dtype) for dtype in ("bfloat16", "float32")}
+
+
+@pytest.mark.parametrize("target", ["v4"])
+@pytest.mark.parametrize("dtype", PRODUCTS)
+@pytest.mark.parametrize("part", [0, 2], ids=["forward", "drhs"])
+def test_fast_memory_of_grouped_products(target, dtype, part):
+    inv = calls(TARGETS[target], "grouped_matmul", PRODUCTS[dtype])[part]
+    item = 2 if dtype == "bfloat16" else 4
+    needs = lambda cfg: cfg.vmem_bytes(item, item, contraction=part == 2)
+    sized = sorted(GRID, key=needs)
+    for cfg in [c for c in sized if needs(c) <= tiles.VMEM_BYTES][-3:]:
+        assert compiled(TARGETS[target], inv, "pallas", cfg).kernels == 1
+    for cfg in [c for c in sized if needs(c) > (16 << 20) + MARGIN[dtype]][:3]:
+        with pytest.raises(Exception, match=r"(?i)vmem|RESOURCE_EXHAUSTED"):
+            compiled(TARGETS[target], inv, "pallas", cfg)
+
+
+# --- Triton ---
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_shared_memory_and_registers_of_triton_attention(dim):
+    inv = calls(L4, "flash_attention", attention("gpu", 2, 2048, 4, 4, dim, True))[0]
+    grid = [
+        FwdParams(q_blocksize=rows, kv_blocksize=cols, num_warps=warps, num_stages=stages)
+        for rows, cols, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3))
+    ]
+    reasons = {params: triton.unfit(params, inv.args[0]) for params in grid}
+    wide = [params for params, reason in reasons.items() if reason is None and params.kv_blocksize == 128]
+    for params in wide[:3]:
+        compiled(L4, inv, "triton", params)
+    for params in [p for p, reason in reasons.items() if reason and "shared" in reason][:2]:
+        with pytest.raises(Exception, match="Shared memory size limit exceeded") as caught:
+            compiled(L4, inv, "triton", params)
+        asked, told = (int(re.search(r"(\d{5,})", text)[1]) for text in (reasons[params], str(caught.value)))
+        assert asked == told
+    for params in [p for p, reason in reasons.items() if reason and "registers" in reason][:1]:
+        with pytest.raises(Exception, match="register spilling"):
+            compiled(L4, inv, "triton", params, NO_SPILLS)
+
+
+def test_shared_memory_and_registers_of_triton_products():
+    inv = calls(L4, "grouped_matmul", product("p", "gpu", (4096, 4, 1024, 1024)))[0]
+    grid = [
+        TritonConfig(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+        for m, n, k, warps, stages in itertools.product((64, 128, 256), (128, 256), (32, 64), (4, 8), (3, 5))
+    ]
+    smem = lambda cfg: (cfg.num_stages - 1) * (cfg.block_m + cfg.block_n) * cfg.block_k * 2
+    for cfg in sorted([c for c in grid if c.unfit() is None], key=smem)[-2:]:
+        compiled(L4, inv, "triton", cfg, NO_SPILLS)
+    for cfg in [c for c in sorted(grid, key=smem) if smem(c) > LEAST_BLOCK_BYTES][:2]:
+        with pytest.raises(Exception, match=f"Shared memory size limit exceeded: requested {smem(cfg)}"):
+            compiled(L4, inv, "triton", cfg)
+    spilling = [c for c in grid if "registers" in (c.unfit() or "")][-1]
+    with pytest.raises(Exception, match="register spilling"):
+        compiled(L4, inv, "triton", spilling, NO_SPILLS)
+
+
+@pytest.mark.parametrize("columns", [128, 4096, 16_384, 32_768])
+def test_blocks_of_rows_fit_the_registers(columns):
+    norm = OPERATIONS["rms_norm"]
+    workload = dataclasses.replace(norm.workloads("gpu")[0], shapes=(((512, columns), "bfloat16"), None))
+    for inv in calls(L4, "rms_norm", workload):
+        backward = isinstance(inv.kernel, BackwardKernel)
+        with targets.compiling_for(L4):
+            space = norm.backend("triton").space(inv, backward=backward)
+        # The guess must not spill; only in the backward of the longest rows do 32 warps have too few registers.
+        spills = backward and columns > 16_384
+        compiled(L4, inv, "triton", space[0], None if spills else NO_SPILLS)
+        for params in space[-2:]:
+            assert compiled(L4, inv, "triton", params).kernels == 1
+
+
+# --- Mosaic ---
+
+
+@pytest.mark.parametrize("op_id", ["flash_attention", "grouped_matmul"])
+@pytest.mark.parametrize("part", [0, -1], ids=["forward", "gradient"])
+def test_shared_memory_of_hopper_kernels(op_id, part):
+    target, kernel = TARGETS["sm_90a"], OPERATIONS[op_id]
+    inv = calls(target, op_id, kernel.workloads("gpu")[0])[part]
+    owner = inv.kernel.forward if isinstance(inv.kernel, BackwardKernel) else inv.kernel
+    with targets.compiling_for(target):
+        space = owner.backend("mosaic").space(inv, backward=isinstance(inv.kernel, BackwardKernel))
+    size = lambda params: params.smem_bytes(*([128] if op_id == "flash_attention" else []))
+    largest = max(space, key=size)
+    assert compiled(target, inv, "mosaic", largest).kernels >= 1
+    deeper = next(
+        d
+        for n in range(1, 9)
+        if size(d := dataclasses.replace(largest, stages=largest.stages + n)) > HOPPER.block_bytes
+    )
+    with pytest.raises(ValueError, match="exceeds available shared memory") as caught:
+        compiled(target, inv, "mosaic", deeper)
+    needed = int(re.search(r"smem_bytes=(\d+)", str(caught.value))[1])
+    assert abs(needed - size(deeper)) <= 2048
