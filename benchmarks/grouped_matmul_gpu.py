@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_drhs, reference
-from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS as ALL
 from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 
@@ -103,7 +103,7 @@ def check(options) -> bool:
                 space = config.drhs_space if which == "drhs" else config.space
                 dtype = (jnp.bfloat16, jnp.float16)[i % 2]
                 out_dtype = jnp.float32 if i % 3 == 2 else dtype
-                cfgs = space(Problem(rows=rows, groups=len(sizes), k=k, n=n, out_dtype=jnp.dtype(out_dtype)))
+                cfgs = space(Dimensions(rows=rows, groups=len(sizes), k=k, n=n, out_dtype=jnp.dtype(out_dtype)))
                 for cfg in [cfgs[(5 * i + j) % len(cfgs)] for j in range(options.configs)]:
                     job = pool.submit(build_check, case, which, cfg, dtype, out_dtype, seed + i)
                     jobs.append((case, which, cfg, dtype, out_dtype, job))
@@ -148,7 +148,7 @@ def candidates(options, workload, which):
     rows, groups, k, n = sizes_of(workload)
     k, n = (n, k) if which == "dlhs" else (k, n)
     space = config.drhs_space if which == "drhs" else config.space
-    return space(Problem(rows=rows, groups=groups, k=k, n=n))[: options.configs]
+    return space(Dimensions(rows=rows, groups=groups, k=k, n=n))[: options.configs]
 
 
 def torch_calls(lhs, rhs, dout, sizes):

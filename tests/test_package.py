@@ -46,7 +46,7 @@ def test_installed_package_runs_without_the_repository(tmp_path, target):
         "assert ejkernel.__file__.startswith(sys.path[0]), ejkernel.__file__;"
         "ejkernel.cli.main(sys.argv[1:])"
     )
-    pack = next((site / "ejkernel" / "packs").glob("*.json"))
+    pack = next((site / "ejkernel" / "packs").glob("cpu-*.json"))
     for arguments in (["--version"], ["report", str(pack), "-o", "page.html"]):
         command = [sys.executable, "-P", "-c", program, str(site), *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.grouped_matmul import config, problem, tiles, xla
+from ejkernel.kernels.grouped_matmul import config, dimensions, tiles, xla
 from ejkernel.kernels.grouped_matmul.config import MosaicConfig, MosaicDrhsConfig
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
 from ejkernel.kernels.grouped_matmul.groups import local_groups
-from ejkernel.kernels.grouped_matmul.problem import Problem
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.xla import XlaConfig
 from ejkernel.ops.core.backend import Backend
@@ -31,13 +31,13 @@ class _Functions:
 
     Attributes:
       module: The module that holds the kernel; it is imported when it is first needed.
-      unfit: Why the kernel cannot serve a problem; None if it can.
-      space: Params for a problem, the guess first.
+      unfit: Why the kernel cannot serve a call; None if it can.
+      space: Params for a call, the guess first.
     """
 
     module: str
-    unfit: Callable[[Problem], str | None]
-    space: Callable[[Problem], list[Any]]
+    unfit: Callable[[Dimensions], str | None]
+    space: Callable[[Dimensions], list[Any]]
 
     @property
     def __name__(self) -> str:
@@ -48,30 +48,32 @@ class _Functions:
     def _kernels(self) -> ModuleType:
         return importlib.import_module(self.module)
 
-    def problem(self, inv: Invocation[Any, Any]) -> Problem:
+    def dims(self, inv: Invocation[Any, Any]) -> Dimensions:
         """The sizes and dtypes of a call."""
         raise NotImplementedError
 
     def unsupported(self, inv: Invocation[Any, Any], *, backward: bool) -> str | None:
         """Why a call cannot be served; None if it can."""
-        return self.unfit(self.problem(inv))
+        return self.unfit(self.dims(inv))
 
     def forward_space(self, inv: Invocation[Any, Any]) -> list[Any]:
         """The params to choose from, the guess first."""
-        return self.space(self.problem(inv))
+        return self.space(self.dims(inv))
 
     def needed_steps(self, inv: Invocation[Any, Any], params: Any, *, backward: bool) -> int | None:
         """Steps of a TPU kernel's grid that compute something; None of other kernels."""
-        return tiles.tpu_steps(self.problem(inv), params) if isinstance(params, TpuConfig) else None
+        return tiles.tpu_steps(self.dims(inv), params) if isinstance(params, TpuConfig) else None
 
 
 class _Product(_Functions):
     """The forward; with transposed weights it also computes dlhs."""
 
-    def problem(self, inv: Invocation[Any, Any]) -> Problem:
+    def dims(self, inv: Invocation[Any, Any]) -> Dimensions:
         """Of lhs and rhs."""
         lhs, rhs = inv.args[:2]
-        return problem.product(lhs, rhs, transpose_rhs=inv.kwargs["transpose_rhs"], out_dtype=inv.kwargs["out_dtype"])
+        return dimensions.product(
+            lhs, rhs, transpose_rhs=inv.kwargs["transpose_rhs"], out_dtype=inv.kwargs["out_dtype"]
+        )
 
     def run(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, *, params: Any, **options: Any) -> Array:
         """Rows of the local groups times their weights, zeros elsewhere."""
@@ -82,10 +84,10 @@ class _Product(_Functions):
 class _Contraction(_Functions):
     """The gradient of the weights."""
 
-    def problem(self, inv: Invocation[Any, Any]) -> Problem:
+    def dims(self, inv: Invocation[Any, Any]) -> Dimensions:
         """Of lhs and dout."""
         lhs, dout = inv.args[:2]
-        return problem.contraction(lhs, dout, inv.kwargs["groups"], out_dtype=inv.kwargs["out_dtype"])
+        return dimensions.contraction(lhs, dout, inv.kwargs["groups"], out_dtype=inv.kwargs["out_dtype"])
 
     def run(
         self, lhs: Array, dout: Array, sizes: Array, offset: Any, *, params: Any, groups: int, **options: Any
@@ -95,14 +97,14 @@ class _Contraction(_Functions):
         return self._kernels.drhs(lhs, dout, local.sizes, first_row=local.first_row, cfg=params, **options)
 
 
-def _hopper_unfit(problem: Problem) -> str | None:
+def _hopper_unfit(dims: Dimensions) -> str | None:
     if (have := compute_capability())[0] != 9:
         return f"written for Hopper (compute capability 9.0), this device has {have[0]}.{have[1]}"
-    return config.unsupported(problem)
+    return config.unsupported(dims)
 
 
 def _backends(
-    kind: type[_Functions], hopper: str, params: type, space: Callable[[Problem], list[Any]]
+    kind: type[_Functions], hopper: str, params: type, space: Callable[[Dimensions], list[Any]]
 ) -> tuple[Backend, ...]:
     """The backends of one operation; those for Hopper are two modules, the others one each."""
     triton = kind(f"{_HERE}.triton", tiles.triton_unsupported, tiles.triton_space)

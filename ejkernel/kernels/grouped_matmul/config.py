@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
 from ejkernel.kernels.hopper.chip import (
     BARRIER_BYTES,
     CONSUMER_REGISTERS,
@@ -141,32 +141,32 @@ class MosaicDrhsConfig(_Tile):
     """One way to run the kernel of drhs; the left operand is lhs, transposed, the right one dout."""
 
 
-def unsupported(problem: Problem) -> str | None:
+def unsupported(dims: Dimensions) -> str | None:
     """Why the Hopper kernels cannot serve a product or its gradients; `None` if they can."""
-    return unaligned(problem, 8) or problem.unsupported(jnp.bfloat16, jnp.float16)
+    return unaligned(dims, 8) or dims.unsupported(jnp.bfloat16, jnp.float16)
 
 
-def unaligned(problem: Problem, by: int) -> str | None:
+def unaligned(dims: Dimensions, by: int) -> str | None:
     """Says that K or N is no multiple of `by`; `None` if both are."""
-    if problem.k % by or problem.n % by:
-        return f"K and N must be multiples of {by}, got {problem.k} and {problem.n}"
+    if dims.k % by or dims.n % by:
+        return f"K and N must be multiples of {by}, got {dims.k} and {dims.n}"
     return None
 
 
-def space(problem: Problem) -> list[MosaicConfig]:
+def space(dims: Dimensions) -> list[MosaicConfig]:
     """Configs for a forward pass that fit the chip, the guess first."""
-    rows, groups = problem.rows, problem.groups
+    rows, groups = dims.rows, dims.groups
     few, many = rows <= 32 * groups, rows >= 1024 * groups
     narrow = [
         MosaicConfig(width=width, store=width, slots=1, cluster=cluster, band=4)
         for cluster, width in itertools.product((2, 1), (32, 64))
     ]
     # A tile of rows is best read once for all columns, but then the weights of a group must stay in the L2 cache.
-    weights = SMS * 2 * WGMMA_ROWS * problem.k * 2 // max(rows // (192 * groups), 1)
+    weights = SMS * 2 * WGMMA_ROWS * dims.k * 2 // max(rows // (192 * groups), 1)
     bands = (1, 4) if weights <= HOPPER.cache_bytes else (4, 1)
     # Few steps for each tile: large ones.
-    tiles = ((256, 2), (192, 1)) if problem.k < 1024 else ((192, 1), (256, 2))
-    clusters = (2, 1) if problem.k < 1024 else (1, 2)
+    tiles = ((256, 2), (192, 1)) if dims.k < 1024 else ((192, 1), (256, 2))
+    clusters = (2, 1) if dims.k < 1024 else (1, 2)
     wide = [
         MosaicConfig(width=width, slots=slots, cluster=cluster, band=band, order=order)
         for order, band, cluster, (width, slots) in itertools.product(
@@ -175,28 +175,28 @@ def space(problem: Problem) -> list[MosaicConfig]:
     ]
     wide += [MosaicConfig(store=128, slots=1, order="large first"), MosaicConfig(grain=32), MosaicConfig(width=128)]
     by_rows = []
-    if unaligned(problem, STEP) is None:
+    if unaligned(dims, STEP) is None:
         whole = MosaicConfig(left="rows", store=256, slots=1, lag=1, order="large first")
-        pieces = dataclasses.replace(whole, store=128 // problem.out_bytes, slots=2, lag=0)
+        pieces = dataclasses.replace(whole, store=128 // dims.out_bytes, slots=2, lag=0)
         by_rows = [
             dataclasses.replace(cfg, halves=halves, cluster=cluster)
             for cfg, (halves, cluster) in itertools.product((whole, pieces), (("near", 2), ("no", 2), ("no", 1)))
         ]
     order = (narrow, wide) if few else (by_rows, wide) if many else (wide, by_rows)
-    return _fitting(itertools.chain(*order), problem.out_bytes)
+    return _fitting(itertools.chain(*order), dims.out_bytes)
 
 
-def drhs_space(problem: Problem) -> list[MosaicDrhsConfig]:
+def drhs_space(dims: Dimensions) -> list[MosaicDrhsConfig]:
     """Configs for a gradient of the weights that fit the chip, the guess first."""
-    piece = 128 // problem.out_bytes
+    piece = 128 // dims.out_bytes
     stores = [(256, 1, 1), (2 * piece, 1, 0), (piece, 2, 0)]
-    stores = stores if problem.rows < 256 * problem.groups else [*stores[1:], stores[0]]
+    stores = stores if dims.rows < 256 * dims.groups else [*stores[1:], stores[0]]
     shapes = [(256, 1), (256, 2), (192, 1), (128, 2)]
     found = [
         MosaicDrhsConfig(width=width, cluster=cluster, store=min(store, width), slots=slots, lag=lag)
         for (store, slots, lag), (width, cluster) in itertools.product(stores, shapes)
     ]
-    return _fitting(found, problem.out_bytes)
+    return _fitting(found, dims.out_bytes)
 
 
 _Config = TypeVar("_Config", bound=_Tile)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.grouped_matmul import mosaic_rows, mosaic_weights
 from ejkernel.kernels.grouped_matmul.config import STEP, MosaicConfig, space, unaligned
-from ejkernel.kernels.grouped_matmul.problem import product
+from ejkernel.kernels.grouped_matmul.dimensions import product
 from ejkernel.kernels.hopper.chip import SMS
 from ejkernel.ops.core.operation import OperationArgumentError
 

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrhsConfig, drhs_space
+from ejkernel.kernels.grouped_matmul.dimensions import contraction
 from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
 from ejkernel.kernels.grouped_matmul.mosaic_rows_store import staging, store, zero_rows
 from ejkernel.kernels.grouped_matmul.mosaic_tables import largest_first
-from ejkernel.kernels.grouped_matmul.problem import contraction
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.grouped_matmul.dimensions import contraction, product
 from ejkernel.kernels.grouped_matmul.groups import row_tiles
-from ejkernel.kernels.grouped_matmul.problem import contraction, product
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, tpu_space
 from ejkernel.kernels.pallas_call import pallas_call
 
@@ -74,8 +74,8 @@ def drhs(
 ) -> Array:
     """Returns `[G, K, N]`: rows of lhs of each group, transposed, times its rows of dout."""
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
-    problem = contraction(lhs, dout, groups, out_dtype=out_dtype)
-    cfg = cfg or tpu_space(problem, contraction=True)[0]
+    dims = contraction(lhs, dout, groups, out_dtype=out_dtype)
+    cfg = cfg or tpu_space(dims, contraction=True)[0]
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     tiles = row_tiles(group_sizes, rows, cfg.block_m, first_row=first_row, align=cfg.block_m, every_group=True)
     end = jnp.where(tiles.live, tiles.end, 0)

@@ -7,7 +7,7 @@ import itertools
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
 from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
 
@@ -46,9 +46,9 @@ class TritonConfig:
         return f"needs about {live} registers per thread, there are {_REGISTERS}" if live > _REGISTERS else None
 
 
-def triton_space(problem: Problem) -> list[TritonConfig]:
+def triton_space(dims: Dimensions) -> list[TritonConfig]:
     """Configs that fit, the guess first."""
-    few = problem.rows <= 32 * problem.groups
+    few = dims.rows <= 32 * dims.groups
     guess = TritonConfig(block_m=32 if few else 128, block_k=64 if few else 32, num_warps=4 if few else 8)
     others = [
         TritonConfig(block_m=m, block_n=columns, block_k=depth, num_warps=warps, num_stages=stages)
@@ -56,12 +56,12 @@ def triton_space(problem: Problem) -> list[TritonConfig]:
             (32, 64, 128), (64, 128, 256), (32, 64), (4, 8), (3, 4)
         )
     ]
-    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(problem.item_bytes) is None]
+    return [cfg for cfg in dict.fromkeys([guess, *others]) if cfg.unfit(dims.item_bytes) is None]
 
 
-def triton_unsupported(problem: Problem) -> str | None:
+def triton_unsupported(dims: Dimensions) -> str | None:
     """Why the Triton kernels cannot serve a product; `None` if they can."""
-    return problem.unsupported(jnp.bfloat16, jnp.float16, jnp.float32)
+    return dims.unsupported(jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +99,10 @@ class TpuConfig:
         return None
 
 
-def tpu_space(problem: Problem, *, contraction: bool = False) -> list[TpuConfig]:
+def tpu_space(dims: Dimensions, *, contraction: bool = False) -> list[TpuConfig]:
     """Configs that fit, the guess first; of the gradient of the weights if it is a `contraction`."""
-    k, n, each = problem.k, problem.n, problem.rows // problem.groups
-    sizes = (problem.item_bytes, problem.out_bytes)
+    k, n, each = dims.k, dims.n, dims.rows // dims.groups
+    sizes = (dims.item_bytes, dims.out_bytes)
     # By the schedules for v6e: the largest tiles that fit, of as many rows as half a group.
     rows = 128 if each <= 128 else 256 if each <= 1024 else 512
     guesses = [
@@ -116,18 +116,18 @@ def tpu_space(problem: Problem, *, contraction: bool = False) -> list[TpuConfig]
     return [cfg for cfg in dict.fromkeys([*guesses, *others]) if cfg.unfit(*sizes, contraction=contraction) is None]
 
 
-def tpu_steps(problem: Problem, cfg: TpuConfig) -> int:
+def tpu_steps(dims: Dimensions, cfg: TpuConfig) -> int:
     """Steps of the TPU kernels' grids that compute something, if rows fall on groups unevenly."""
-    sizes = draw_group_sizes(problem.rows, problem.groups, "uneven")
+    sizes = draw_group_sizes(dims.rows, dims.groups, "uneven")
     ends = sizes.cumsum()
     tiles = -(-ends // cfg.block_m) - (ends - sizes) // cfg.block_m
-    return int(tiles[sizes > 0].sum()) * -(-problem.k // cfg.block_k) * -(-problem.n // cfg.block_n)
+    return int(tiles[sizes > 0].sum()) * -(-dims.k // cfg.block_k) * -(-dims.n // cfg.block_n)
 
 
 def _ceil(x: int) -> int:
     return -(-x // 128) * 128
 
 
-def tpu_unsupported(problem: Problem) -> str | None:
+def tpu_unsupported(dims: Dimensions) -> str | None:
     """Why the TPU kernels cannot serve a product; `None` if they can."""
-    return problem.unsupported(jnp.bfloat16, jnp.float32)
+    return dims.unsupported(jnp.bfloat16, jnp.float32)

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ejkernel.kernels.grouped_matmul.dimensions import contraction, product
 from ejkernel.kernels.grouped_matmul.groups import bounds, row_tiles
-from ejkernel.kernels.grouped_matmul.problem import contraction, product
 from ejkernel.kernels.grouped_matmul.tiles import TritonConfig, triton_space
 from ejkernel.kernels.pallas_call import pallas_call
 

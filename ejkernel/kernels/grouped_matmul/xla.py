@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
 from ejkernel.kernels.grouped_matmul.groups import bounds
-from ejkernel.kernels.grouped_matmul.problem import Problem
 from ejkernel.kernels.manual_axes import axes_of, vary
 
 Array = jax.Array
@@ -49,12 +49,12 @@ class XlaConfig:
         return sizes
 
 
-def unsupported(problem: Problem) -> str | None:
+def unsupported(dims: Dimensions) -> str | None:
     """Nothing: every product is served."""
     return None
 
 
-def space(problem: Problem) -> list[XlaConfig]:
+def space(dims: Dimensions) -> list[XlaConfig]:
     """Configs for a product, the guess first."""
     sizes = [XlaConfig(), XlaConfig(rows=256), XlaConfig(rows=1024), XlaConfig(rows=128), XlaConfig(least_rows=64)]
     return [*sizes, XlaConfig(least_rows=8)]

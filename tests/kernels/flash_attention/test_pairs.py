@@ -203,7 +203,7 @@ def test_gradients_of_large_arrays_are_those_of_their_slices_on_a_gpu(shape):
 
 
 class Hopper:
-    platform, compute_capability = "gpu", "9.0"
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
 
 
 @pytest.fixture

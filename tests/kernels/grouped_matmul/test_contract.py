@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.grouped_matmul import config, pallas, reference, tiles, triton, xla
-from ejkernel.kernels.grouped_matmul.problem import Problem, product
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions, product
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
 
 # JAX 0.12 warns that this dialect of Pallas will go; `docs/flash_attention.md` tells what that means for us.
@@ -119,12 +119,12 @@ def test_drawn_sizes_add_up(distribution):
 @pytest.mark.parametrize("workload", WORKLOADS, ids=str)
 def test_spaces_hold_only_what_fits_and_start_with_a_guess(workload):
     lhs, rhs, sizes = workload.abstract()[0]
-    problem = product(lhs, rhs)
-    for cfgs in (tiles.triton_space(problem), tiles.tpu_space(problem)):
+    dims = product(lhs, rhs)
+    for cfgs in (tiles.triton_space(dims), tiles.tpu_space(dims)):
         assert cfgs
         assert len(set(cfgs)) == len(cfgs)
         assert all(cfg.unfit() is None for cfg in cfgs)
-    assert all(cfg.unfit() is None for cfg in xla.space(problem))
+    assert all(cfg.unfit() is None for cfg in xla.space(dims))
     assert sum(workload.inputs()[0][2]) == lhs.shape[0] if workload.device == "cpu" else sizes.shape == rhs.shape[:1]
 
 
@@ -145,5 +145,5 @@ def test_configs_that_do_not_fit_say_why():
 )
 def test_hopper_kernels_say_what_they_do_not_serve(facts, words):
     given = {"rows": 256, "groups": 4, "k": 128, "n": 256} | facts
-    assert words in (config.unsupported(Problem(**given)) or "")
-    assert config.unsupported(Problem(rows=256, groups=4, k=128, n=256)) is None
+    assert words in (config.unsupported(Dimensions(**given)) or "")
+    assert config.unsupported(Dimensions(rows=256, groups=4, k=128, n=256)) is None

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_rows_items, mosaic_weights_items
+from ejkernel.kernels.grouped_matmul.dimensions import product
 from ejkernel.kernels.grouped_matmul.mosaic_tables import extent, largest_first
-from ejkernel.kernels.grouped_matmul.problem import product
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
 from ejkernel.ops.core.operation import OperationArgumentError
 from ejkernel.ops.utils.devices import HOPPER
@@ -148,13 +148,13 @@ def test_groups_are_listed_by_size_with_their_rows():
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=str)
 def test_config_spaces_hold_only_what_fits(workload, out_dtype):
-    problem = product(*workload.abstract()[0][:2], out_dtype=out_dtype)
+    dims = product(*workload.abstract()[0][:2], out_dtype=out_dtype)
     for cfgs in (config.space, config.drhs_space):
-        found = cfgs(problem)
+        found = cfgs(dims)
         assert found
         assert len(set(found)) == len(found)
-        assert all(cfg.unfit(problem.out_bytes) is None for cfg in found)
-        assert all(cfg.smem_bytes(problem.out_bytes) <= HOPPER.block_bytes for cfg in found)
+        assert all(cfg.unfit(dims.out_bytes) is None for cfg in found)
+        assert all(cfg.smem_bytes(dims.out_bytes) <= HOPPER.block_bytes for cfg in found)
 
 
 @pytest.mark.parametrize(

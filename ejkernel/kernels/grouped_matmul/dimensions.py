@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class Dimensions:
     """`[rows, k] x [groups, k, n] -> [rows, n]`, or the gradient of its weights, `[rows, k] x [rows, n]`.
 
     Attributes:
@@ -54,18 +54,18 @@ class Problem:
         return None
 
 
-def product(lhs: Any, rhs: Any, *, transpose_rhs: bool = False, out_dtype: Any = None) -> Problem:
-    """The problem of a forward pass."""
+def product(lhs: Any, rhs: Any, *, transpose_rhs: bool = False, out_dtype: Any = None) -> Dimensions:
+    """Those of a forward pass."""
     groups, k, n = rhs.shape if not transpose_rhs else (rhs.shape[0], rhs.shape[2], rhs.shape[1])
-    return _problem(lhs, rhs, groups, k, n, out_dtype)
+    return _dimensions(lhs, rhs, groups, k, n, out_dtype)
 
 
-def contraction(lhs: Any, dout: Any, groups: int, *, out_dtype: Any = None) -> Problem:
-    """The problem of a gradient of the weights."""
-    return _problem(lhs, dout, groups, lhs.shape[1], dout.shape[1], out_dtype)
+def contraction(lhs: Any, dout: Any, groups: int, *, out_dtype: Any = None) -> Dimensions:
+    """Those of a gradient of the weights."""
+    return _dimensions(lhs, dout, groups, lhs.shape[1], dout.shape[1], out_dtype)
 
 
-def _problem(lhs: Any, other: Any, groups: int, k: int, n: int, out_dtype: Any) -> Problem:
+def _dimensions(lhs: Any, other: Any, groups: int, k: int, n: int, out_dtype: Any) -> Dimensions:
     out_dtype = jnp.result_type(lhs.dtype, other.dtype) if out_dtype is None else out_dtype
     dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(other.dtype))
-    return Problem(rows=lhs.shape[0], groups=groups, k=k, n=n, dtypes=dtypes, out_dtype=jnp.dtype(out_dtype))
+    return Dimensions(rows=lhs.shape[0], groups=groups, k=k, n=n, dtypes=dtypes, out_dtype=jnp.dtype(out_dtype))
