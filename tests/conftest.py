@@ -1,5 +1,6 @@
 """Shared set-up: four host devices, and no trace of one test in the next."""
 
+import collections
 import gc
 import itertools
 import os
@@ -34,11 +35,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
+    _thin_out(items)
+    yield  # Tests are chosen by their marks.
     # Long ones first, so that no worker is left alone with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if not any(item.get_closest_marker("gpu") or item.get_closest_marker("tpu") for item in items):
-        return
+    if any(item.get_closest_marker("gpu") or item.get_closest_marker("tpu") for item in items):
+        _skip_where_there_is_no_device(items)
+
+
+def _skip_where_there_is_no_device(items):
     import jax
 
     backend = jax.default_backend()
@@ -46,6 +53,17 @@ def pytest_collection_modifyitems(items):
         for name, present in (("gpu", backend in ("gpu", "cuda")), ("tpu", backend == "tpu")):
             if item.get_closest_marker(name) and not present:
                 item.add_marker(pytest.mark.skip(reason=f"needs a {name.upper()}, this machine has {backend}"))
+
+
+def _thin_out(items):
+    """Of tests marked `thin(n)`, the short suite has every n-th case."""
+    places = collections.Counter()
+    for item in items:
+        if (thin := item.get_closest_marker("thin")) is not None:
+            name = item.nodeid.partition("[")[0]
+            if places[name] % thin.args[0]:
+                item.add_marker(pytest.mark.full)
+            places[name] += 1
 
 
 def pytest_collection_finish():

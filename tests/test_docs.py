@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "\n```" in p.read_text()]
 
 
-TUNE_FOR_LONG = {"tutorial.md", "offline.md", "fused_kernel.py", "tune_offline.py"}
+TUNE_FOR_LONG = {"tutorial.md", "offline.md", "ci.md", "fused_kernel.py", "transformer.py", "tune_offline.py"}
 """What takes ten seconds and more: in the full suite, and partly in `make walk-through`."""
 
 

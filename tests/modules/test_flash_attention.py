@@ -96,6 +96,7 @@ def test_a_new_seed_is_not_a_new_program():
     assert len(traces) == 1
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(2, 0, 3), (2, 3, 0), (0, 3, 3)])
 @pytest.mark.parametrize("whole", [True, False])
 def test_empty_calls_have_zeros_and_gradients(batch, q_len, kv_len, whole):
@@ -131,6 +132,7 @@ def test_window_that_no_packed_key_is_outside_of_is_none():
         close(flash_attention(q, k, v, **packed, sliding_window=sys.maxsize, platform=platform), want)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kernel", ["xla", "reference", "pallas", "triton"])
 def test_sink_of_minus_infinity_is_none(kernel):
     q, k, v = arrays()
@@ -319,6 +321,7 @@ def test_exported_with_a_symbolic_batch(options):
     close(exported.call(q, k, v), call(q, k, v))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("spec", "platform"), [(P("d"), None), (P("d", None, "h"), None), (P(None, "d"), None), (P("d"), "reference")]
 )
@@ -347,6 +350,7 @@ def test_keys_of_calls_do_not_depend_on_scale_or_seed():
 # --- Sharding ---
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_batch_and_heads_shard_without_communication(axis_type):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
@@ -404,6 +408,7 @@ def test_specs_that_cannot_work_are_refused(specs, message):
 # --- Tuning ---
 
 
+@pytest.mark.full
 def test_forward_and_backward_are_tuned_apart():
     tuned = {}
     tuner = Autotuner(timer="wall", max_candidates=1, budget_s=600, progress=False)

@@ -89,6 +89,7 @@ SHORT = ("uneven, empty groups, rows of no group", "transposed", "offset and wha
 """What interpreters are given in the short suite."""
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("case", "platform"),
     [
@@ -178,6 +179,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_value_and_gradients_survive_every_transformation(name):
     f = partial(loss, grouped_matmul)

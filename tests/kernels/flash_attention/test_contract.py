@@ -86,6 +86,7 @@ def check(platform, case):
         assert_close(attend(through(platform), args, kwargs), expected(case), case.limit)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("platform", "case"), PAIRS, ids=lambda x: getattr(x, "name", x))
 def test_implementation_agrees_with_numpy_where_features_meet(platform, case):
     args, kwargs = case.arrays()
@@ -146,6 +147,7 @@ def test_segment_that_begins_inside_of_a_tile_is_seen_from_all_of_its_tiles():
 # --- Logits so large that float32 cannot hold them and the logarithm of their sum ---
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("platform", "by_bias"), [("xla", True), ("xla", False), ("triton", False), ("pallas", False)])
 def test_gradients_of_rows_whose_logits_are_all_far_from_zero(platform, by_bias):
     # Logits are a huge whole number and a small one, exactly: what float32 sees of them is what float64 sees.
@@ -251,6 +253,7 @@ def test_pallas_kernels_agree_for_any_shape_window_and_head_group(case, platform
 # --- Any backward after any forward ---
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("forward", "backward"), [("xla", "triton"), ("triton", "pallas"), ("pallas", "xla")])
 def test_any_backward_may_follow_any_forward(forward, backward):
     case = Case("mixed", q_len=37, kv_len=53, make={"causal": True, "softmax_aux": normal("h"), "logits_soft_cap": 2.0})

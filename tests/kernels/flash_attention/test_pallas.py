@@ -41,6 +41,7 @@ def through(block_q, block_kv):
     return lambda *args, **kwargs: executor(FlashAttention(interpret=True), *args, cfg=cfg, **kwargs)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
 def test_calls_of_many_tiles_agree_with_numpy(case, monkeypatch):
     # Tiles on the diagonal have two parts, of which each needs other columns.
@@ -88,6 +89,7 @@ def test_walks_are_as_long_as_the_longest_one_that_is_needed(length):
 # --- Numbers ---
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("scale", [0.3, 128**-0.5, 0.25])
 def test_gradients_of_far_rows_are_right_at_any_scale(scale):
     # The products are whole numbers that float32 holds; scaled, they are not, and nor is their log-sum-exp.

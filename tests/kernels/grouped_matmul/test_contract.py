@@ -65,6 +65,7 @@ def expected(whole, sizes, first):
     )
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", None), ("bfloat16", "float32")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_passes_match_a_float64_loop_and_touch_no_other_rows(backend, dtype, out_dtype):

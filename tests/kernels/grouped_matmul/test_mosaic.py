@@ -103,6 +103,7 @@ def parts_of(tiling, fields, numbers):
                 yield group, max(first, start), min(first + tiling.block_m, end), mine
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("trial", "tiling"), list(tilings()), ids=str)
 def test_items_cover_every_row_and_column_once_and_with_their_own_group(trial, tiling):
     rng = np.random.default_rng(trial)

@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("platform", ["xla", "triton"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_with_float64_or_refuses(case, platform):
@@ -80,6 +81,7 @@ def test_norm_and_sum_have_the_dtype_of_x(platform):
     assert [out.dtype for out in found] == [jnp.bfloat16, jnp.bfloat16]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_any_axis_can_be_normalised(axis):
     x = jax.random.normal(jax.random.key(0), (4, 5, 6))

@@ -88,6 +88,7 @@ def weighted(f):
     return lambda x, y: (f(x, y) ** 2).sum()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("form", "style"), table(IN_AXES, STYLES, [next(iter(IN_AXES))]))
 def test_vmap_with_config_equals_vmap(form, style):
     in_axes, a, b = IN_AXES[form]

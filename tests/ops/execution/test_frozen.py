@@ -136,11 +136,13 @@ def check(layers, style):
     assert set(find_labels_in_lowered(again)) == set(find_labels_in_lowered(lowered))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("row", list(pairwise()), ids=lambda row: names([*row[0], row[1]]))
 def test_program_asks_for_what_was_tuned(row):
     check(*row)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("style", [Plain, CustomVjp, OwnBackward, OwnCustom, Attention], ids=lambda s: s.__name__)
 @pytest.mark.parametrize(
     "layers", [(vmap, grad), (vmap, jax.jit, grad), (vmap, grad, jax.checkpoint), (vmap, scan, grad)], ids=names

@@ -33,6 +33,7 @@ class Recorder:
         return Scale(1)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
 def test_call_on_a_mesh_equals_the_whole(style, kind):

@@ -260,6 +260,7 @@ def expected(transform, reference):
     return jax.tree.map(np.asarray, transform(reference)(*inputs()))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("transform", "style"), table(TRANSFORMATIONS, STYLES, [eager, grad, vmap, shard_map]))
 def test_call_equals_plain_jax(transform, style):
     executor, kernel = new_executor(), style()
@@ -267,6 +268,7 @@ def test_call_equals_plain_jax(transform, style):
     same(transform(lambda x, y: executor(kernel, x, y))(x, y), expected(transform, reference_of(style)))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("transform", "style"),
     table([jit, grad, vmap_of_grad, grad_inside_shard_map, pmap_of_grad, eager], STYLES, [grad]),
@@ -287,6 +289,7 @@ def test_explicit_config_equals_plain_jax(transform, style):
     same(transform(lambda x, y: executor(kernel, x, y, cfg=Scale(1)))(x, y), expected(transform, reference_of(style)))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("transform", "style"), table([eager, grad, vmap, scan], STYLES, [grad]))
 def test_x64(transform, style):
     with jax.enable_x64(True):

@@ -81,6 +81,7 @@ PLACES = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("place", "kernel"),
     table(PLACES, [Doubling, WithCustomVjp, WithResiduals, OwnBackward], ["eager", "grad", "vmap", "shard_map auto"]),
@@ -94,6 +95,7 @@ def test_first_call_tunes_and_answers_like_an_eager_one(place, kernel):
     assert {cfg for _, cfg in tuned.chooser.cache.items()} == {Work(FAST)}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("place", [place for place in PLACES if place not in ("eager", "pmap")])
 def test_nothing_is_left_in_the_callers_program(place):
     kernel, tuned = WithResiduals(), tuning_executor()

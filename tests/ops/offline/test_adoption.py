@@ -57,6 +57,7 @@ def held(source):
     return {e.place: entries.to_data(e) for e in source}
 
 
+@pytest.mark.full
 def test_what_makes_the_same_program_is_taken_over_and_the_rest_stays(adopt, store):
     before = held(store.entries())
     code, out, err = adopt(*OPTIONS, "--store", store.path, "--json")

@@ -177,6 +177,7 @@ def test_dask_workers_tune_what_a_single_process_would(cluster, tmp_path):
     assert all(e.cfg in (offline_program.Rows(1), offline_program.Rows(4)) for e in store.entries())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_worker_killed_in_the_middle_loses_nothing_that_was_finished(cluster, tmp_path):

@@ -72,6 +72,7 @@ def programs(f, *args):
     }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("mode", ["hash", "json"])
 @pytest.mark.parametrize("form", ["lowered", "compiled", "stablehlo", "hlo", "file", "flax"])
 def test_every_call_of_a_program_that_never_ran_is_tuned_once(setting, form, mode, tmp_path, monkeypatch):
@@ -92,6 +93,7 @@ def test_every_call_of_a_program_that_never_ran_is_tuned_once(setting, form, mod
     assert executor.explain(kernel, X, X).tier == "memory"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("where", ["scan", "cond", "while", "remat", "shard_map", "custom_vjp", "vmap"])
 def test_calls_inside_control_flow_are_found(setting, where):
     selector, executor, kernel = setting
@@ -258,6 +260,7 @@ RECORDED = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_arguments_are_made_again_in_another_process(name, tmp_path):
     args, kwargs = RECORDED[name]

@@ -72,6 +72,7 @@ def test_agreed_configs_run_a_sharded_program(tmp_path):
     assert min(abs(a["out"] - factor) for factor in (1, 2)) < 1e-5
 
 
+@pytest.mark.full
 def test_process_with_an_entry_gives_it_to_those_without(tmp_path):
     script = """
     class Slow(Prefers):
@@ -127,6 +128,7 @@ def test_selectors_made_in_another_order_choose_alike(tmp_path):
     assert a["got"] == b["got"]
 
 
+@pytest.mark.full
 def test_process_that_is_killed_while_it_measures_costs_the_others_one_wait_and_the_guess(tmp_path):
     script = """
     class Dies(Prefers):

@@ -36,6 +36,7 @@ x = jnp.ones((4, 4))
 """
 
 
+@pytest.mark.full
 def test_sharded_tuning_finds_the_winner_of_a_single_process(tmp_path):
     script = """
     selector = ConfigSelectorChain(policy=AutotunePolicy(autotune="on", sharded=True, agree_s=60))

@@ -106,6 +106,7 @@ def test_fastest_config_wins_with_its_time_and_speedup():
     assert tuning.counts()["winner"] == 1
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
     [
@@ -939,6 +940,7 @@ def test_keywords_of_a_call_are_kept_as_text():
 # --- Several data sets ---
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_config_that_is_fast_on_one_data_set_only_does_not_win(isolation, tmp_path):
     tuner = Autotuner(progress=False, isolation=isolation, cases=("positive", "negative"))

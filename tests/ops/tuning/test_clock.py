@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.flash_attention.visits import visited
-from ejkernel.kernels.grouped_matmul.problem import Problem
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, tpu_steps
 from ejkernel.modules.flash_attention import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, PersistentCache
@@ -75,9 +75,9 @@ def test_blocks_that_a_mask_leaves_out_are_not_counted(q_len, kv_len, lower, upp
 
 
 def test_tiles_of_rows_are_counted_once_for_each_group_in_them():
-    one = Problem(rows=1024, groups=1, k=1024, n=512)
+    one = Dimensions(rows=1024, groups=1, k=1024, n=512)
     assert tpu_steps(one, TpuConfig(block_m=256, block_k=512, block_n=256)) == 4 * 2 * 2
-    many = Problem(rows=1024, groups=8, k=512, n=512)
+    many = Dimensions(rows=1024, groups=8, k=512, n=512)
     assert 4 + 7 >= tpu_steps(many, TpuConfig(block_m=256)) >= 8
 
 

@@ -59,6 +59,7 @@ def test_an_exception_is_told_with_its_traceback_and_costs_nothing(shared):
     assert shared.run(jobs.process_id, limit_s=LIMIT) == before
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("job", "args", "message"),
     [
