@@ -86,7 +86,6 @@ def check(platform, case):
         assert_close(attend(through(platform), args, kwargs), expected(case), case.limit)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(("platform", "case"), PAIRS, ids=lambda x: getattr(x, "name", x))
 def test_implementation_agrees_with_numpy_where_features_meet(platform, case):
     args, kwargs = case.arrays()
