@@ -5,14 +5,11 @@ from functools import partial
 from itertools import combinations, product
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels import contract
 from tests.kernels.flash_attention import oracle
-
-TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
-"""Of the largest element of the truth, by the dtype of the arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +41,7 @@ class Case:
 
     @property
     def limit(self):
-        return self.tolerance or TOLERANCES[self.dtype]
+        return self.tolerance or contract.LIMITS[self.dtype]
 
 
 def normal(*shape):
@@ -249,41 +246,20 @@ GPU_CASES = [
 """For real GPUs: 16-bit arguments, tiles of usual sizes. Products of float32 are rounded there by default."""
 
 
-def cotangent(shape):
-    return np.random.default_rng(99).normal(size=shape)
+_NAMES = ("query", "key", "value", "bias", "softmax_aux")
+_WRITTEN = {"result 0": "out", **{f"gradient {i}": f"d{name}" for i, name in enumerate(_NAMES)}}
 
 
 def attend(fn, args, kwargs):
-    """Output and gradients of `fn(*args, **kwargs)`, for a cotangent that is the same for every implementation."""
-    given = [i for i, x in enumerate(args) if x is not None]
-
-    def run(*arrays):
-        merged = list(args)
-        for i, x in zip(given, arrays, strict=True):
-            merged[i] = x
-        out = fn(*merged, **kwargs)
-        weights = cotangent(out.shape)
-        return (out.astype(weights.dtype if out.dtype == jnp.float64 else jnp.float32) * weights).sum(), out
-
-    # The small programs of a test run once: compiling them well would take longer than running them.
-    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    both = jax.jit(jax.grad(run, argnums=range(len(given)), has_aux=True), compiler_options=quick)
-    grads, out = both(*(args[i] for i in given))
-    names = ("query", "key", "value", "bias", "softmax_aux")
-    return {"out": out, **{f"d{names[i]}": g for i, g in zip(given, grads, strict=True)}}
+    """Output and gradients of `fn(*args, **kwargs)`, by the names of the arguments."""
+    return {_WRITTEN[name]: x for name, x in contract.outputs(fn, args, kwargs).items()}
 
 
 def truth(args, kwargs):
     """What NumPy says in float64, rounded to what it is compared with only by the comparison."""
-    return oracle.attend(args, kwargs, cotangent)
+    return oracle.attend(args, kwargs, contract.cotangent)
 
 
-def assert_close(got, want, limit, where=""):
-    assert got.keys() == want.keys()
-    for name, expected in want.items():
-        actual = np.asarray(got[name], np.float64)
-        assert np.isfinite(actual).all(), f"{where}{name} is not finite"
-        # Gradients are sums of many rounded terms of size 1, which may cancel: an element is held to the size of its
-        # whole array, or to that of a term.
-        error = np.abs(actual - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1.0)
-        assert error <= limit, f"{where}{name}: error {error:.1e} above {limit:.1e}"
+# Gradients are sums of many rounded terms of size 1, which may cancel: an element is held to the size of its whole
+# array, or to that of a term.
+assert_close = partial(contract.assert_close, least=1.0)

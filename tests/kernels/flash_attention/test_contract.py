@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from ejkernel.kernels.flash_attention.arguments import canonical
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
-from ejkernel.ops import BwdParams, ConfigCache, ConfigSelectorChain, Executor, FwdParams
+from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.dispatch import UnsupportedCallError
 from ejkernel.ops.core.kernel import Invocation
+from tests.kernels import contract
 from tests.kernels.flash_attention import oracle
 from tests.kernels.flash_attention.cases import (
     CASES,
@@ -63,27 +64,26 @@ def expected(case):
     return truth(*case.arrays())
 
 
-def through(platform, **blocks):
-    """The kernel by one implementation, through the whole pipeline; on a CPU the Pallas ones are interpreted."""
+def through(platform, **params):
+    """The kernel by one implementation."""
     if platform == "reference":
         return lambda q, k, v, bias, aux, **kwargs: flash_attention(
             q, k, v, bias=bias, softmax_aux=aux, platform="reference", **kwargs
         )
-    interpret = jax.default_backend() == "cpu" and platform in ("triton", "pallas")
-    kernel, executor = FlashAttention(interpret=interpret), Executor(ConfigSelectorChain(cache=ConfigCache()))
-    # Where they are compiled, the implementations' own tiles are used.
-    fwd, bwd = BLOCKS.get(platform, (None, None)) if jax.default_backend() == "cpu" else (None, None)
-    cfg = FlashAttentionConfig(blocks.get("fwd", fwd), blocks.get("bwd", bwd), platform)
-    return lambda *args, **kwargs: executor(kernel, *args, cfg=cfg, **kwargs)
+    return contract.through(FlashAttention, platform, **tiles(platform) | params)
+
+
+def tiles(platform):
+    """Where kernels are compiled for a device, their own tiles are used."""
+    small = BLOCKS if jax.default_backend() == "cpu" else {}
+    return dict(zip(("fwd_params", "bwd_params"), small.get(platform, (None, None)), strict=True))
 
 
 def check(platform, case):
-    args, kwargs = case.arrays()
     if case.name in REFUSES[platform]:
-        with pytest.raises(UnsupportedCallError, match=f"{platform}: "):
-            attend(through(platform), args, kwargs)
+        contract.check_refusal(FlashAttention, platform, case, **tiles(platform))
     else:
-        assert_close(attend(through(platform), args, kwargs), expected(case), case.limit)
+        assert_close(attend(through(platform), *case.arrays()), expected(case), case.limit)
 
 
 @pytest.mark.parametrize(("platform", "case"), PAIRS, ids=lambda x: getattr(x, "name", x))
@@ -138,7 +138,9 @@ def test_segment_that_begins_inside_of_a_tile_is_seen_from_all_of_its_tiles():
     make = {"q_segment_ids": halves, "kv_segment_ids": halves}
     args, kwargs = Case("halves", 1, 48, 48, 1, 1, 8, make=make).arrays()
     call = through(
-        "xla", fwd=FwdParams(q_blocksize=16, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=16)
+        "xla",
+        fwd_params=FwdParams(q_blocksize=16, kv_blocksize=16),
+        bwd_params=BwdParams(q_blocksize=16, kv_blocksize=16),
     )
     assert_close(attend(call, args, kwargs), truth(args, kwargs), 2e-5)
 
@@ -238,7 +240,7 @@ def test_xla_agrees_for_any_shape_window_and_head_group(case, blocks):
     args, kwargs = case.arrays()
     fwd = FwdParams(q_blocksize=blocks[0], kv_blocksize=blocks[1])
     bwd = BwdParams(q_blocksize=blocks[2], kv_blocksize=blocks[3])
-    assert_close(attend(through("xla", fwd=fwd, bwd=bwd), args, kwargs), truth(args, kwargs), 2e-5)
+    assert_close(attend(through("xla", fwd_params=fwd, bwd_params=bwd), args, kwargs), truth(args, kwargs), 2e-5)
 
 
 @pytest.mark.full
@@ -281,7 +283,7 @@ def test_any_backward_may_follow_any_forward(forward, backward):
 
 def temporary_bytes(length, **kwargs):
     x = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
-    attention = through("xla", fwd=None, bwd=None)
+    attention = through("xla", fwd_params=None, bwd_params=None)
     loss = lambda q, k, v: attention(q, k, v, causal=True, **kwargs).sum()
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
     return compiled.memory_analysis().temp_size_in_bytes
