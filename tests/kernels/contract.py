@@ -39,6 +39,13 @@ def cotangent(shape):
     return np.random.default_rng(99).normal(size=shape)
 
 
+def quick_jit(fn):
+    """The small programs of a test run once: compiling them well would take longer than running them."""
+    return jax.jit(
+        fn, compiler_options={"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    )
+
+
 def outputs(fn, args, kwargs):
     """The outputs of `fn(*args, **kwargs)`, then the gradients of all float arguments, by what they are."""
     moving = [i for i, x in enumerate(args) if x is not None and jnp.issubdtype(x.dtype, jnp.floating)]
@@ -48,9 +55,7 @@ def outputs(fn, args, kwargs):
         out, pull = jax.vjp(lambda *moved: fn(*merged(moved), **kwargs), *moved)
         return jax.tree.leaves(out), pull(jax.tree.map(lambda x: jnp.asarray(cotangent(x.shape), x.dtype), out))
 
-    # The small programs of a test run once: compiling them well would take longer than running them.
-    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    out, grads = jax.jit(both, compiler_options=quick)(*(args[i] for i in moving))
+    out, grads = quick_jit(both)(*(args[i] for i in moving))
     return {f"result {n}": x for n, x in enumerate(out)} | {
         f"gradient {i}": x for i, x in zip(moving, grads, strict=True)
     }

@@ -20,6 +20,7 @@ from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.tuning import search
 from ejkernel.ops.utils import fingerprint
+from tests.kernels.contract import quick_jit
 from tests.kernels.flash_attention.cases import Case, assert_close, normal, truth
 
 NAMES = ("dquery", "dkey", "dvalue", "dbias", "dsoftmax_aux")
@@ -37,7 +38,7 @@ def both(forward, backward, case):
         return out, getattr(kernel, f"vjp_{backward}")(saved, out, dout, *args, cfg=cfg, **rules)
 
     dout = jnp.asarray(np.random.default_rng(99).normal(size=args[0].shape), args[0].dtype)
-    out, grads = jax.jit(run)(prepared, dout)
+    out, grads = quick_jit(run)(prepared, dout)
     got = {"out": out}
     for name, grad, arg in zip(NAMES, grads, args, strict=True):
         if arg is not None:
@@ -161,20 +162,22 @@ def test_cudnn_is_given_the_parts_of_a_batch_that_it_gets_right(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v, out, dout = (jnp.asarray(rng.normal(size=(6, 2, 16, 2, 8)), jnp.float32) for _ in range(5))
     lse = jnp.ones((6, 2, 2, 16))
-    back = lambda q, k, v, out, lse, dout: cudnn.backward(
-        q, k, v, Extras(), Rules(scale=0.3, upper=0), lse, None, dout, None, out=out
-    )[:3]
-    want = [back(*x) for x in zip(q, k, v, out, lse, dout, strict=True)]
+
+    def back(q, k, v, out, lse, dout):
+        return cudnn.backward(q, k, v, Extras(), Rules(scale=0.3, upper=0), lse, None, dout, None, out=out)[:3]
+
+    alone = quick_jit(back)
+    want = [alone(*x) for x in zip(q, k, v, out, lse, dout, strict=True)]
     sizes.clear()
-    got = jax.vmap(back)(q, k, v, out, lse, dout)
+    got = quick_jit(jax.vmap(back))(q, k, v, out, lse, dout)
     assert max(sizes) == 3 * 16 * 2 * 8
-    shared = jax.vmap(back, in_axes=(0, None, None, 0, 0, 0))(q, k[0], v[0], out, lse, dout)
-    nested = jax.vmap(jax.vmap(back))(*(x[:, :, None] for x in (q, k, v, out, lse, dout)))
+    shared = quick_jit(jax.vmap(back, in_axes=(0, None, None, 0, 0, 0)))(q, k[0], v[0], out, lse, dout)
+    nested = quick_jit(jax.vmap(jax.vmap(back)))(*(x[:, :, None] for x in (q, k, v, out, lse, dout)))
     for i in range(6):
         for a, b, c in zip(want[i], got, nested, strict=True):
             np.testing.assert_allclose(a, b[i], atol=1e-5)
             np.testing.assert_allclose(a, c[i, :, 0], atol=1e-5)
-    for a, b in zip(back(q[3], k[0], v[0], out[3], lse[3], dout[3]), shared, strict=True):
+    for a, b in zip(alone(q[3], k[0], v[0], out[3], lse[3], dout[3]), shared, strict=True):
         np.testing.assert_allclose(a, b[3], atol=1e-5)
     monkeypatch.setattr(cudnn, "BACKWARD_LIMIT", 100)
     with pytest.raises(EjkernelError, match="backward is wrong"):

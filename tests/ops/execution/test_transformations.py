@@ -260,7 +260,6 @@ def expected(transform, reference):
     return jax.tree.map(np.asarray, transform(reference)(*inputs()))
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(("transform", "style"), table(TRANSFORMATIONS, STYLES, [eager, grad, vmap, shard_map]))
 def test_call_equals_plain_jax(transform, style):
     executor, kernel = new_executor(), style()

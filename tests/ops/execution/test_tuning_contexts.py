@@ -81,7 +81,6 @@ PLACES = {
 }
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("place", "kernel"),
     table(PLACES, [Doubling, WithCustomVjp, WithResiduals, OwnBackward], ["eager", "grad", "vmap", "shard_map auto"]),
