@@ -22,7 +22,7 @@ class Tuned(NamedTuple):
     place: Place
 
 
-MAX_RATIO = 8
+MAX_RATIO = 4
 """How much larger or smaller a size may be: a config of another kind of call is hardly better than the guess, and
 checking it takes longer than compiling the call."""
 

@@ -188,7 +188,7 @@ class TestTransfer:
     def test_nearest_tuned_shape_serves_and_is_marked(self, tmp_path):
         executor, store = new(tmp_path)
         put(executor, store, Scale(4), jnp.ones((16, 4)), kernel=Tiled())
-        put(executor, store, Scale(2), jnp.ones((64, 4)), kernel=Tiled())
+        put(executor, store, Scale(2), jnp.ones((32, 4)), kernel=Tiled())
         assert "to be checked at the first call" in str(executor.explain(Tiled(), X))
         assert executor.choose_config(Tiled(), X) == Scale(4)
         np.testing.assert_array_equal(executor(Tiled(), X), 2 * X)
@@ -202,13 +202,13 @@ class TestTransfer:
         executor, store = new(tmp_path)
         put(executor, store, Scale(16), jnp.ones((16, 4)))
         assert executor.explain(Shaped(), X).tier == "heuristic"
-        put(executor, store, Scale(2), jnp.ones((64, 4)))
+        put(executor, store, Scale(2), jnp.ones((32, 4)))
         assert executor.explain(Shaped(), X).cfg == Scale(2)
 
     def test_guess_that_was_not_beaten_passes_on_as_a_guess(self, tmp_path):
         executor, store = new(tmp_path)
         outcome = lambda guess: {"candidates": [{"cfg": "", "status": "winner", "guess": guess}]}
-        put(executor, store, Scale(2), jnp.ones((64, 4)), statistics=outcome(False))
+        put(executor, store, Scale(2), jnp.ones((32, 4)), statistics=outcome(False))
         assert executor.explain(Shaped(), X).cfg == Scale(2)
         # Nearer, but its config says only what the guess was there: not even one that X could run with.
         put(executor, store, Scale(16), jnp.ones((16, 4)), statistics=outcome(True))
@@ -243,7 +243,7 @@ class TestTransfer:
             traces.append(x.shape)
             return executor(Tiled(), x)
 
-        near, far = jnp.ones((16, 4)), jnp.ones((64, 4))
+        near, far = jnp.ones((16, 4)), jnp.ones((32, 4))
         put(executor, store, Scale(2), near, kernel=Tiled())
         for x in (X, near):
             assert traced_with(jitted, x) == Scale(2)
@@ -264,7 +264,7 @@ class TestTransfer:
         kept = {"candidates": [{"cfg": "", "status": "winner", "guess": True}]}
         inv = put(executor, store, Scale(1), jnp.ones((16, 4)))
         store.put(*inv.key, Scale(1), signature=inv.signature, statistics=kept, complete=False)
-        put(executor, store, Scale(4), jnp.ones((64, 4)))
+        put(executor, store, Scale(4), jnp.ones((32, 4)))
         assert executor.explain(Shaped(), X).cfg == Scale(4)
 
     def test_damaged_signature_is_near_nothing(self, tmp_path):

@@ -45,12 +45,12 @@ def test_the_nearest_in_log_space_wins(cache):
     for n in (128, 1000, 16384):
         tune(cache, signature(array(n, n)), Config(n))
     assert ask(cache, signature(array(2000, 2000))) == 1000
-    assert ask(cache, signature(array(3000, 3000))) == 1000  # 16384 is 5.5 times as much, 1000 a third.
-    assert ask(cache, signature(array(5000, 5000))) == 16384
-    assert ask(cache, signature(array(16, 1000))) == 128
-    assert ask(cache, signature(array(15, 1000))) is None, "a size that differs too much"
-    assert ask(cache, signature(array(131072, 131072))) == 16384
-    assert ask(cache, signature(array(131073, 131072))) is None
+    assert ask(cache, signature(array(4000, 4000))) == 1000  # 16384 is more than four times as much.
+    assert ask(cache, signature(array(4096, 4096))) == 16384
+    assert ask(cache, signature(array(32, 512))) == 128
+    assert ask(cache, signature(array(31, 512))) is None, "a size that differs too much"
+    assert ask(cache, signature(array(65536, 65536))) == 16384
+    assert ask(cache, signature(array(65537, 65536))) is None
 
 
 def test_nothing_is_stored(cache):
