@@ -10,6 +10,8 @@ TARGETS_STAMP := $(TARGETS_VENV)/.installed
 TARGETS_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(PYTHON))
 # Several times as fast as pip. Modules are compiled at once: a process may not be allowed to keep what it compiled.
 INSTALL := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
+# Tests start many programs: what one has compiled is kept for the others, also where the environment says not to.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: help demo test suite test-full test-all test-targets targets lint docs walk-through dist bench lock clean
 
@@ -23,10 +25,10 @@ test: $(STAMP)  ## Lint and the CPU suite, at the same time.
 	$(MAKE) --no-print-directory --jobs 2 lint suite
 
 suite: $(STAMP)  ## The CPU suite, without the whole products of cases.
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu and not targets and not full"
+	$(PYTEST) -n 2 -m "not gpu and not tpu and not targets and not full"
 
 test-full: $(STAMP)  ## The CPU suite with the whole products of cases.
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not tpu and not targets"
+	$(PYTEST) -n 2 -m "not gpu and not tpu and not targets"
 
 test-all:  ## The suite on every supported Python that is installed.
 	./scripts/test-all

@@ -25,12 +25,16 @@ ROOT = Path(__file__).parent.parent
 PAGES = [p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "\n```" in p.read_text()]
 
 
-TUNE_FOR_LONG = {"tutorial.md", "offline.md", "ci.md", "fused_kernel.py", "transformer.py", "tune_offline.py"}
-"""What takes ten seconds and more: in the full suite, and partly in `make walk-through`."""
+TAKE_LONG = {
+    "tutorial.md", "offline.md", "ci.md", "fused_kernel.py", "transformer.py", "tune_offline.py",
+    # What these show has tests of its own.
+    "cli.md", "gradients.md", "sharing.md", "devices.md", "shared_choice.py", "processes.py",
+}  # fmt: skip
+"""In the full suite, and partly in `make walk-through`."""
 
 
 def files(paths):
-    marks = lambda path: pytest.mark.full if path.name in TUNE_FOR_LONG else ()
+    marks = lambda path: pytest.mark.full if path.name in TAKE_LONG else ()
     return [pytest.param(path, marks=marks(path), id=str(path.relative_to(ROOT))) for path in sorted(paths)]
 
 

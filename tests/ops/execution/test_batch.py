@@ -179,7 +179,7 @@ def batches(draw):
 
 
 @given(batches())
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 def test_any_shape_and_axes_equal_plain_vmap(batch):
     in_axes, (a, b), style = batch
     x, y = normal(*a), normal(*b)
