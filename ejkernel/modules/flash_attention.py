@@ -206,6 +206,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     bias: Any = None,
     attention_mask: Any = None,
+    mask: Any = None,
     q_segment_ids: Any = None,
     kv_segment_ids: Any = None,
     cum_seqlens_q: Any = None,
@@ -233,7 +234,9 @@ def flash_attention(
       causal: True lets query i see keys j <= i; "lower_right" aligns at the end, j <= i + kv - q, for decoding.
       softmax_scale: Factor of the logits; by default head_dim ** -0.5.
       bias: Added to the logits after the soft cap; broadcastable to [batch, heads, q, kv].
-      attention_mask: Boolean, True attends; broadcastable to [batch, heads, q, kv].
+      attention_mask: Boolean, True attends: [batch, heads, q, kv] with 1 in place of any of them, or [q, kv] for all
+        batches and heads alike. Three axes are refused: [batch, q, kv] and [heads, q, kv] cannot be told apart.
+      mask: Another name of `attention_mask`.
       q_segment_ids: Integers [batch, q]; queries see only keys of their own segment.
       kv_segment_ids: Integers [batch, kv]; by default those of the queries, and the reverse.
       cum_seqlens_q: Where packed sequences begin, and the end of the last: integers [sequences + 1] that start with 0,
@@ -246,7 +249,8 @@ def flash_attention(
       softmax_aux: Sinks, logits that take part in the softmax and have no value: [heads] or [heads, sinks], or 1 in
         place of heads.
       dropout_prob: Share of weights that are dropped; the others grow to make up for it.
-      dropout_seed: An integer. The same seed drops the same weights, in any backend and in the backward.
+      dropout_seed: An integer, or a key of `jax.random`. The same seed drops the same weights, in any backend and in
+        the backward.
       normalize_output: False leaves out the division by the sum of weights, exp(logit - largest logit of the row). The
         largest logit counts as a constant in gradients.
       precision: Of the matrix products, as in `jax.lax.dot`.
@@ -276,6 +280,10 @@ def flash_attention(
         kwargs["logits_soft_cap"] = _python(logits_soft_cap)
     if attention_mask is not None:
         kwargs["attention_mask"] = attention_mask
+    if mask is not None:
+        if attention_mask is not None:
+            raise AttentionArgumentError("mask and attention_mask are one argument with two names; give one of them.")
+        kwargs["attention_mask"] = mask
     if q_segment_ids is not None:
         kwargs["q_segment_ids"] = q_segment_ids
     if kv_segment_ids is not None:
