@@ -87,7 +87,7 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         """Checks the arguments; afterwards there are five positional ones, `rules` and the arrays that are given."""
         if "rules" in kwargs:
             return args, kwargs
-        platform = kwargs.pop("platform", None)
+        chosen = {name: x for name in _OPTIONS if (x := kwargs.pop(name, None))}
         try:
             _ARGUMENTS.bind(*args, **kwargs)
         except TypeError as error:
@@ -98,7 +98,6 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
             ) from error
         qkv, extras, rules = canonical(*args, **kwargs)
         arrays = {name: x for name, x in extras._asdict().items() if x is not None and name not in _POSITIONAL}
-        chosen = {} if platform is None else {"platform": platform}
         return (*qkv, extras.bias, extras.softmax_aux), {"rules": rules, **arrays, **chosen}
 
     def describe_keywords(self, inv: Invocation[Any, Any]) -> dict[str, Any]:
@@ -106,27 +105,30 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         q, k, *_ = inv.args
         packed = "q_positions" in inv.kwargs
         written = keywords_of(inv.kwargs["rules"], q.shape[1], k.shape[1], q.shape[3], packed=packed)
-        platform = inv.kwargs.get("platform")
-        return written if platform is None else {**written, "platform": platform}
+        return {**written, **{name: inv.kwargs[name] for name in _OPTIONS if name in inv.kwargs}}
 
     # --- Running ---
 
     def _forward(
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
-    ) -> tuple[Array, Saved]:
+    ) -> tuple[Any, Saved]:
         call, params = Attention.of(args, kwargs), self._params(backend, cfg)
         out, sums = backend.functions.forward(*call, params, **self._options(backend))
-        return out, Saved(sums)
+        return (out, sums.lse) if kwargs.get("log_sum") else out, Saved(sums)
 
-    def run_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Array:
+    def run_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Any:
         """The forward of cuDNN."""
+        if kwargs.get("log_sum"):
+            return self._forward(self.backend("cudnn"), args, kwargs, cfg)[0]
         call = Attention.of(args, kwargs)
         return self.backend("cudnn").functions.run(call.query, call.key, call.value, call.rules)
 
     def vjp_on(
-        self, backend: Backend, saved: Saved, out: Array, dout: Array, /, *args: Any, cfg: Any, **kwargs: Any
+        self, backend: Backend, saved: Saved, out: Any, dout: Any, /, *args: Any, cfg: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """The gradients, one per positional argument."""
+        """The gradients, one per positional argument; those through a log-sum-exp are left out."""
+        if kwargs.get("log_sum"):
+            out, dout = out[0], dout[0]
         call, (lse, rest) = Attention.of(args, kwargs), saved.sums
         params = self._params(backend, cfg, backward=True)
         delta = masks.row_products(out, dout, lse.dtype) if call.rules.normalize else jnp.zeros_like(lse)
@@ -142,9 +144,11 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
 
     # --- Checking and tuning ---
 
-    def reference(self, *args: Any, rules: Rules, platform: str | None = None, **kwargs: Any) -> Array:
+    def reference(self, *args: Any, rules: Rules, platform: str | None = None, **kwargs: Any) -> Any:
         """The plain formulation in float32; above its size limit, XLA tiles of float32 arguments."""
         call = Attention.of(args, {"rules": rules, **kwargs})
+        if kwargs.get("log_sum"):
+            return reference.with_log_sum(*call)
         if reference.too_large(call.query, call.key) is None:
             return reference.attention(*call)
         return reference.tiled(args, call.extras, rules)
@@ -172,6 +176,9 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
 
 _ARGUMENTS = inspect.signature(canonical)
 _POSITIONAL = ("bias", "softmax_aux")
+_OPTIONS = ("platform", "log_sum")
+"""What a call may ask for beside its rules, absent unless it does. With `log_sum` the output is a pair: the second is
+the log-sum-exp of each row, [batch, heads, q], float32, +inf for rows that see nothing."""
 
 
 # --- Data for tuning ---
@@ -233,7 +240,8 @@ def flash_attention(
       value: [batch, kv, kv_heads, value_dim].
       causal: True lets query i see keys j <= i; "lower_right" aligns at the end, j <= i + kv - q, for decoding.
       softmax_scale: Factor of the logits; by default head_dim ** -0.5.
-      bias: Added to the logits after the soft cap; broadcastable to [batch, heads, q, kv].
+      bias: Added to the logits after the soft cap; broadcastable to [batch, heads, q, kv]. Three axes are
+        [heads, q, kv].
       attention_mask: Boolean, True attends: [batch, heads, q, kv] with 1 in place of any of them, or [q, kv] for all
         batches and heads alike. Three axes are refused: [batch, q, kv] and [heads, q, kv] cannot be told apart.
       mask: Another name of `attention_mask`.
@@ -325,15 +333,27 @@ def flash_attention(
 
 def _call_typed(
     args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None, found: explicit.Typed
-) -> Array:
+) -> Any:
     """A call whose arguments have shardings in their types: each device runs its part alone if it can."""
     from ejkernel.modules.sharded_attention import runs_alone, sharded
 
-    if runs_alone(found.specs[:3], args):
-        return sharded(_call, args, kwargs, cfg, found.mesh, found.specs[:3], None)
-    call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
+    batch, length, heads = (*found.specs[0], None, None, None)[:3]
     # Not of the head dimension: the output has the value's.
-    return explicit.automatic(call, PartitionSpec(*found.specs[0][:3], None))(*arrays)
+    outs: Any = PartitionSpec(batch, length, heads, None)
+    if kwargs.get("log_sum"):
+        outs = outs, PartitionSpec(batch, heads, length)
+    if runs_alone(found.specs[:3], args):
+        return sharded(_call, args, kwargs, cfg, found.mesh, found.specs[:3], outs)
+    call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
+    return explicit.automatic(call, outs)(*arrays)
+
+
+def with_log_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Array, Array]:
+    """Attention, and the log-sum-exp of each row, [batch, heads, q], which has no gradient."""
+    kwargs = {**kwargs, "log_sum": True}
+    found = explicit.typed(args)
+    out, sums = _call(args, kwargs, None) if found is None else _call_typed(args, kwargs, None, found)
+    return out, jax.lax.stop_gradient(sums)
 
 
 def _are_whole(query: Any, key: Any, value: Any) -> bool:
@@ -345,7 +365,7 @@ def _are_whole(query: Any, key: Any, value: Any) -> bool:
         return False
 
 
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Array:
+def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Any:
     if "platform" in kwargs and kwargs["platform"] == "reference":
         return reference.attention(*Attention.of(*_kernel.prepare(*args, **kwargs)))
     return services.run(_kernel, cfg, args, kwargs)

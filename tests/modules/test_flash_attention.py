@@ -210,7 +210,6 @@ BAD = {
     "bias must be floating": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((24, 24), int)),
     "attention_mask must be boolean": lambda q, k, v: flash_attention(q, k, v, attention_mask=jnp.zeros((24, 24))),
     "attention_mask has three axes": lambda q, k, v: flash_attention(q, k, v, mask=jnp.ones((2, 24, 24), bool)),
-    "bias has three axes": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((4, 24, 24))),
     r"One value per key and batch is attention_mask\[:, None, None, :\]": lambda q, k, v: flash_attention(
         q, k, v, mask=jnp.ones((2, 24), bool)
     ),

@@ -20,10 +20,10 @@ Causal = bool | Literal["lower_right"]
 
 
 class AttentionArgumentError(EjkernelError, ValueError):
-    """An argument of flash attention has a wrong shape, dtype or value, or contradicts another one."""
+    """An argument of attention has a wrong shape, dtype or value, or contradicts another one."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(f"flash_attention: {message}")
+    def __init__(self, message: str, where: str = "flash_attention") -> None:
+        super().__init__(f"{where}: {message}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +343,7 @@ def _broadcastable(name: str, x: Any, full: tuple[int, ...], *, floating: bool) 
         raise AttentionArgumentError(f"{name} must be floating point, got {x.dtype}.")
     if not floating and x.dtype != jnp.bool_:
         raise AttentionArgumentError(f"{name} must be boolean (True attends), got {x.dtype}. Additive masks are bias.")
-    if x.ndim == 3:
+    if x.ndim == 3 and not floating:
         raise AttentionArgumentError(
             f"{name} has three axes, shape {list(x.shape)}: [batch, q, kv] or [heads, q, kv], which cannot be told "
             f"apart. Pass {name}[:, None] if it is the first, {name}[None] if it is the second."
