@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from ejkernel.kernels.flash_attention import masks, reference, xla
+from ejkernel.kernels.flash_attention import masks, reference, rule, xla
 from ejkernel.kernels.flash_attention.arguments import (
     Attention,
     AttentionArgumentError,
@@ -24,9 +24,11 @@ from ejkernel.kernels.flash_attention.arguments import (
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.fingerprint import compute_capability
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 from ejkernel.ops.utils.services import services
 
@@ -141,6 +143,27 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
             options = {"out": out} if backend.platform == "cudnn" else self._options(backend)
         dq, dk, dv, dbias = backend.functions.backward(*call, lse, delta, dout, params, **options)
         return dq, dk, dv, dbias, dsinks
+
+    # --- Choosing ---
+
+    def ranked(self, inv: Invocation[Any, Any], *, backward: bool) -> list[Backend]:
+        """The backends in the order that `rule` gives for the call."""
+        facts = rule.Facts.of(Attention.of(inv.args, inv.kwargs))
+        return [self.backend(name) for name in rule.order(facts, backward=backward)]
+
+    def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
+        """The guess of the backend that is fastest by `rule`; where nothing was measured, of the forward's own."""
+        if self.interpret or not rule.is_known(compute_capability()):
+            return super().heuristic_cfg_vjp(inv)
+        return self._cfgs(inv, self._first(inv, backward=True), backward=True)[0]
+
+    def transfers(self, inv: Invocation[Any, Any], cfg: FlashAttentionConfig) -> bool:
+        """Not to a backend that is known to be slower for the call than its guess."""
+        backward = isinstance(inv.kernel, BackwardKernel)
+        if cfg.platform is None or not rule.is_known(compute_capability()):
+            return True
+        serving = self.serving(inv, backward=backward)
+        return not serving or cfg.platform == serving[0].platform
 
     # --- Checking and tuning ---
 
