@@ -4,6 +4,7 @@ stood in for by others, and what is around them is tested.
 
 import itertools
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -298,6 +299,18 @@ def test_config_of_another_shape_is_not_taken_if_its_backend_is_slower_here(back
     # Where nothing was measured, what was tuned says more than an order.
     monkeypatch.setattr(rule, "is_known", lambda capability: False)
     assert chain.explain(near, near.kernel).cfg == tuned
+
+
+def test_page_has_the_table_of_the_rule():
+    page = (Path(__file__).parents[3] / "docs/flash_attention.md").read_text()
+    shown = page.partition("<!-- rule -->")[2].partition("<!-- end of rule -->")[0].strip().splitlines()[2:]
+    by = lambda kind, backward: "`mosaic`" if kind.is_ours(backward=backward) else "`cudnn`"
+    figure = lambda ratio: "-" if ratio is None else f"{ratio:.2f}"
+    rows = [
+        f"| {k.name} | {k.at} | {figure(k.forward)} | {figure(k.both)} | {by(k, False)} | {by(k, True)} |"
+        for k in rule.KINDS
+    ]
+    assert shown == rows, "docs/flash_attention.md should have\n" + "\n".join(rows)
 
 
 def test_rule_knows_every_backend_and_gives_each_call_one_kind():
