@@ -98,7 +98,7 @@ def test_reference_has_every_public_name():
 WRITTEN_BY_AUTHORS = (
     "run", "prepare", "supports", "heuristic_cfg", "config_space", "custom_vjp", "fwd_with_residuals", "vjp",
     "heuristic_cfg_vjp", "config_space_vjp", "reference", "tolerance", "mismatch", "example_inputs", "example_cases",
-    "run_batched", "version", "key_builder", "describe_keywords",
+    "run_batched", "version", "key_builder", "describe_keywords", "transfers",
 )  # fmt: skip
 
 

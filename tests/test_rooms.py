@@ -21,7 +21,7 @@ ORDER = [
     {"ops"},
     {"kernels"},
     {"modules"},
-    {"packs", "report"},
+    {"integrations", "packs", "report"},
     {"cli"},
     {""},
 ]

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from ejkernel.kernels.flash_attention import masks, reference, xla
+from ejkernel.kernels.flash_attention import masks, reference, rule, xla
 from ejkernel.kernels.flash_attention.arguments import (
     Attention,
     AttentionArgumentError,
@@ -24,9 +24,11 @@ from ejkernel.kernels.flash_attention.arguments import (
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.fingerprint import compute_capability
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 from ejkernel.ops.utils.services import services
 
@@ -87,7 +89,7 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         """Checks the arguments; afterwards there are five positional ones, `rules` and the arrays that are given."""
         if "rules" in kwargs:
             return args, kwargs
-        platform = kwargs.pop("platform", None)
+        chosen = {name: x for name in _OPTIONS if (x := kwargs.pop(name, None))}
         try:
             _ARGUMENTS.bind(*args, **kwargs)
         except TypeError as error:
@@ -98,7 +100,6 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
             ) from error
         qkv, extras, rules = canonical(*args, **kwargs)
         arrays = {name: x for name, x in extras._asdict().items() if x is not None and name not in _POSITIONAL}
-        chosen = {} if platform is None else {"platform": platform}
         return (*qkv, extras.bias, extras.softmax_aux), {"rules": rules, **arrays, **chosen}
 
     def describe_keywords(self, inv: Invocation[Any, Any]) -> dict[str, Any]:
@@ -106,27 +107,30 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         q, k, *_ = inv.args
         packed = "q_positions" in inv.kwargs
         written = keywords_of(inv.kwargs["rules"], q.shape[1], k.shape[1], q.shape[3], packed=packed)
-        platform = inv.kwargs.get("platform")
-        return written if platform is None else {**written, "platform": platform}
+        return {**written, **{name: inv.kwargs[name] for name in _OPTIONS if name in inv.kwargs}}
 
     # --- Running ---
 
     def _forward(
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
-    ) -> tuple[Array, Saved]:
+    ) -> tuple[Any, Saved]:
         call, params = Attention.of(args, kwargs), self._params(backend, cfg)
         out, sums = backend.functions.forward(*call, params, **self._options(backend))
-        return out, Saved(sums)
+        return (out, sums.lse) if kwargs.get("log_sum") else out, Saved(sums)
 
-    def run_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Array:
+    def run_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Any:
         """The forward of cuDNN."""
+        if kwargs.get("log_sum"):
+            return self._forward(self.backend("cudnn"), args, kwargs, cfg)[0]
         call = Attention.of(args, kwargs)
         return self.backend("cudnn").functions.run(call.query, call.key, call.value, call.rules)
 
     def vjp_on(
-        self, backend: Backend, saved: Saved, out: Array, dout: Array, /, *args: Any, cfg: Any, **kwargs: Any
+        self, backend: Backend, saved: Saved, out: Any, dout: Any, /, *args: Any, cfg: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """The gradients, one per positional argument."""
+        """The gradients, one per positional argument; those through a log-sum-exp are left out."""
+        if kwargs.get("log_sum"):
+            out, dout = out[0], dout[0]
         call, (lse, rest) = Attention.of(args, kwargs), saved.sums
         params = self._params(backend, cfg, backward=True)
         delta = masks.row_products(out, dout, lse.dtype) if call.rules.normalize else jnp.zeros_like(lse)
@@ -140,11 +144,34 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         dq, dk, dv, dbias = backend.functions.backward(*call, lse, delta, dout, params, **options)
         return dq, dk, dv, dbias, dsinks
 
+    # --- Choosing ---
+
+    def ranked(self, inv: Invocation[Any, Any], *, backward: bool) -> list[Backend]:
+        """The backends in the order that `rule` gives for the call."""
+        facts = rule.Facts.of(Attention.of(inv.args, inv.kwargs))
+        return [self.backend(name) for name in rule.order(facts, backward=backward)]
+
+    def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
+        """The guess of the backend that is fastest by `rule`; where nothing was measured, of the forward's own."""
+        if self.interpret or not rule.is_known(compute_capability()):
+            return super().heuristic_cfg_vjp(inv)
+        return self._cfgs(inv, self._first(inv, backward=True), backward=True)[0]
+
+    def transfers(self, inv: Invocation[Any, Any], cfg: FlashAttentionConfig) -> bool:
+        """Not to a backend that is known to be slower for the call than its guess."""
+        backward = isinstance(inv.kernel, BackwardKernel)
+        if cfg.platform is None or not rule.is_known(compute_capability()):
+            return True
+        serving = self.serving(inv, backward=backward)
+        return not serving or cfg.platform == serving[0].platform
+
     # --- Checking and tuning ---
 
-    def reference(self, *args: Any, rules: Rules, platform: str | None = None, **kwargs: Any) -> Array:
+    def reference(self, *args: Any, rules: Rules, platform: str | None = None, **kwargs: Any) -> Any:
         """The plain formulation in float32; above its size limit, XLA tiles of float32 arguments."""
         call = Attention.of(args, {"rules": rules, **kwargs})
+        if kwargs.get("log_sum"):
+            return reference.with_log_sum(*call)
         if reference.too_large(call.query, call.key) is None:
             return reference.attention(*call)
         return reference.tiled(args, call.extras, rules)
@@ -172,6 +199,9 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
 
 _ARGUMENTS = inspect.signature(canonical)
 _POSITIONAL = ("bias", "softmax_aux")
+_OPTIONS = ("platform", "log_sum")
+"""What a call may ask for beside its rules, absent unless it does. With `log_sum` the output is a pair: the second is
+the log-sum-exp of each row, [batch, heads, q], float32, +inf for rows that see nothing."""
 
 
 # --- Data for tuning ---
@@ -206,6 +236,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     bias: Any = None,
     attention_mask: Any = None,
+    mask: Any = None,
     q_segment_ids: Any = None,
     kv_segment_ids: Any = None,
     cum_seqlens_q: Any = None,
@@ -232,8 +263,11 @@ def flash_attention(
       value: [batch, kv, kv_heads, value_dim].
       causal: True lets query i see keys j <= i; "lower_right" aligns at the end, j <= i + kv - q, for decoding.
       softmax_scale: Factor of the logits; by default head_dim ** -0.5.
-      bias: Added to the logits after the soft cap; broadcastable to [batch, heads, q, kv].
-      attention_mask: Boolean, True attends; broadcastable to [batch, heads, q, kv].
+      bias: Added to the logits after the soft cap; broadcastable to [batch, heads, q, kv]. Three axes are
+        [heads, q, kv].
+      attention_mask: Boolean, True attends: [batch, heads, q, kv] with 1 in place of any of them, or [q, kv] for all
+        batches and heads alike. Three axes are refused: [batch, q, kv] and [heads, q, kv] cannot be told apart.
+      mask: Another name of `attention_mask`.
       q_segment_ids: Integers [batch, q]; queries see only keys of their own segment.
       kv_segment_ids: Integers [batch, kv]; by default those of the queries, and the reverse.
       cum_seqlens_q: Where packed sequences begin, and the end of the last: integers [sequences + 1] that start with 0,
@@ -246,7 +280,8 @@ def flash_attention(
       softmax_aux: Sinks, logits that take part in the softmax and have no value: [heads] or [heads, sinks], or 1 in
         place of heads.
       dropout_prob: Share of weights that are dropped; the others grow to make up for it.
-      dropout_seed: An integer. The same seed drops the same weights, in any backend and in the backward.
+      dropout_seed: An integer, or a key of `jax.random`. The same seed drops the same weights, in any backend and in
+        the backward.
       normalize_output: False leaves out the division by the sum of weights, exp(logit - largest logit of the row). The
         largest logit counts as a constant in gradients.
       precision: Of the matrix products, as in `jax.lax.dot`.
@@ -276,6 +311,10 @@ def flash_attention(
         kwargs["logits_soft_cap"] = _python(logits_soft_cap)
     if attention_mask is not None:
         kwargs["attention_mask"] = attention_mask
+    if mask is not None:
+        if attention_mask is not None:
+            raise AttentionArgumentError("mask and attention_mask are one argument with two names; give one of them.")
+        kwargs["attention_mask"] = mask
     if q_segment_ids is not None:
         kwargs["q_segment_ids"] = q_segment_ids
     if kv_segment_ids is not None:
@@ -317,15 +356,27 @@ def flash_attention(
 
 def _call_typed(
     args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None, found: explicit.Typed
-) -> Array:
+) -> Any:
     """A call whose arguments have shardings in their types: each device runs its part alone if it can."""
     from ejkernel.modules.sharded_attention import runs_alone, sharded
 
-    if runs_alone(found.specs[:3], args):
-        return sharded(_call, args, kwargs, cfg, found.mesh, found.specs[:3], None)
-    call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
+    batch, length, heads = (*found.specs[0], None, None, None)[:3]
     # Not of the head dimension: the output has the value's.
-    return explicit.automatic(call, PartitionSpec(*found.specs[0][:3], None))(*arrays)
+    outs: Any = PartitionSpec(batch, length, heads, None)
+    if kwargs.get("log_sum"):
+        outs = outs, PartitionSpec(batch, heads, length)
+    if runs_alone(found.specs[:3], args):
+        return sharded(_call, args, kwargs, cfg, found.mesh, found.specs[:3], outs)
+    call, arrays = arguments.on_arrays(lambda args, kwargs: _call(args, kwargs, cfg), (args, kwargs))
+    return explicit.automatic(call, outs)(*arrays)
+
+
+def with_log_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Array, Array]:
+    """Attention, and the log-sum-exp of each row, [batch, heads, q], which has no gradient."""
+    kwargs = {**kwargs, "log_sum": True}
+    found = explicit.typed(args)
+    out, sums = _call(args, kwargs, None) if found is None else _call_typed(args, kwargs, None, found)
+    return out, jax.lax.stop_gradient(sums)
 
 
 def _are_whole(query: Any, key: Any, value: Any) -> bool:
@@ -337,7 +388,7 @@ def _are_whole(query: Any, key: Any, value: Any) -> bool:
         return False
 
 
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Array:
+def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Any:
     if "platform" in kwargs and kwargs["platform"] == "reference":
         return reference.attention(*Attention.of(*_kernel.prepare(*args, **kwargs)))
     return services.run(_kernel, cfg, args, kwargs)

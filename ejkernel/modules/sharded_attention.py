@@ -31,19 +31,19 @@ def sharded(
         raise AttentionArgumentError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}.")
     specs = _specs(in_specs, mesh)
     # The whole call is made canonical first: cumulative lengths and sinks get their final shapes before they are split.
-    statics = {name: x for name, x in kwargs.items() if name != "platform"}
+    options = {name: x for name, x in kwargs.items() if name in ("platform", "log_sum")}
+    statics = {name: x for name, x in kwargs.items() if name not in options}
     qkv, extras, rules = canonical(*args, **statics)
     batch, heads = _axes(specs, qkv)
     arrays = {name: x for name, x in extras._asdict().items() if x is not None}
     arrays_specs = {name: _spec_of(name, x, batch, heads) for name, x in arrays.items()}
-    platform = {"platform": kwargs["platform"]} if "platform" in kwargs else {}
 
     def local(qkv: tuple[Any, ...], arrays: dict[str, Any]) -> Array:
         arrays = dict(arrays)
         bias, aux = arrays.pop("bias", None), arrays.pop("softmax_aux", None)
         if "dropout_seed" in arrays:
             arrays["dropout_seed"] = _seed_here(arrays["dropout_seed"], (*_names(batch), *_names(heads)))
-        return call((*qkv, bias, aux), {"rules": rules, **arrays, **platform}, cfg)
+        return call((*qkv, bias, aux), {"rules": rules, **arrays, **options}, cfg)
 
     out = specs[0] if out_specs is None else out_specs
     return shard_mapped(local, mesh, (specs, arrays_specs), out)(qkv, arrays)

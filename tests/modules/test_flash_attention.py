@@ -88,6 +88,23 @@ def test_dropout_keeps_the_expected_share_and_follows_its_seed():
     assert not np.allclose(drop(3)[0], drop(3)[1])
 
 
+def test_a_key_of_jax_is_a_seed():
+    q, k, v = arrays()
+    drop = lambda key: flash_attention(q, k, v, dropout_prob=0.5, dropout_seed=key)
+    typed = drop(jax.random.key(5))
+    close(typed, drop(jax.random.PRNGKey(5)))
+    close(typed, jax.jit(drop)(jax.random.key(5)))
+    assert not np.allclose(typed, drop(jax.random.key(6)))
+    assert not np.allclose(*jax.vmap(drop)(jax.random.split(jax.random.key(5))))
+
+
+def test_mask_is_another_name_of_attention_mask():
+    q, k, v = arrays()
+    mask = jnp.arange(24) % 3 > 0
+    close(flash_attention(q, k, v, mask=mask), flash_attention(q, k, v, attention_mask=mask))
+    assert not np.allclose(flash_attention(q, k, v, mask=mask), flash_attention(q, k, v))
+
+
 def test_a_new_seed_is_not_a_new_program():
     q, k, v = arrays()
     traces = []
@@ -192,6 +209,16 @@ BAD = {
     "bias must be broadcastable": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((3, 24))),
     "bias must be floating": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((24, 24), int)),
     "attention_mask must be boolean": lambda q, k, v: flash_attention(q, k, v, attention_mask=jnp.zeros((24, 24))),
+    "attention_mask has three axes": lambda q, k, v: flash_attention(q, k, v, mask=jnp.ones((2, 24, 24), bool)),
+    r"One value per key and batch is attention_mask\[:, None, None, :\]": lambda q, k, v: flash_attention(
+        q, k, v, mask=jnp.ones((2, 24), bool)
+    ),
+    "mask and attention_mask are one argument": lambda q, k, v: flash_attention(
+        q, k, v, mask=jnp.ones((24, 24), bool), attention_mask=jnp.ones((24, 24), bool)
+    ),
+    "or one key of jax.random, got key<fry>": lambda q, k, v: flash_attention(
+        q, k, v, dropout_prob=0.5, dropout_seed=jax.random.split(jax.random.key(0))
+    ),
     "q_segment_ids must be integers": lambda q, k, v: flash_attention(q, k, v, q_segment_ids=jnp.zeros((2, 3), int)),
     "q_segment_ids and kv_segment_ids are both needed": lambda q, k, v: flash_attention(
         q, k[:, 1:], v[:, 1:], q_segment_ids=jnp.zeros((2, 24), int)

@@ -20,10 +20,10 @@ Causal = bool | Literal["lower_right"]
 
 
 class AttentionArgumentError(EjkernelError, ValueError):
-    """An argument of flash attention has a wrong shape, dtype or value, or contradicts another one."""
+    """An argument of attention has a wrong shape, dtype or value, or contradicts another one."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(f"flash_attention: {message}")
+    def __init__(self, message: str, where: str = "flash_attention") -> None:
+        super().__init__(f"{where}: {message}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,10 +343,16 @@ def _broadcastable(name: str, x: Any, full: tuple[int, ...], *, floating: bool) 
         raise AttentionArgumentError(f"{name} must be floating point, got {x.dtype}.")
     if not floating and x.dtype != jnp.bool_:
         raise AttentionArgumentError(f"{name} must be boolean (True attends), got {x.dtype}. Additive masks are bias.")
+    if x.ndim == 3 and not floating:
+        raise AttentionArgumentError(
+            f"{name} has three axes, shape {list(x.shape)}: [batch, q, kv] or [heads, q, kv], which cannot be told "
+            f"apart. Pass {name}[:, None] if it is the first, {name}[None] if it is the second."
+        )
     shape = (1,) * (4 - x.ndim) + tuple(x.shape)
     if len(shape) != 4 or any(d not in (1, n) for d, n in zip(shape, full, strict=True)):
         raise AttentionArgumentError(
-            f"{name} must be broadcastable to [batch, heads, q, kv] = {list(full)}, got shape {list(x.shape)}."
+            f"{name} must be broadcastable to [batch, heads, q, kv] = {list(full)}, got shape {list(x.shape)}. One "
+            f"value per key and batch is {name}[:, None, None, :]."
         )
     return x if x.ndim == 4 else x.reshape(shape)
 
@@ -390,10 +396,19 @@ def _dropout(prob: Any, seed: Any) -> tuple[float, Any]:
         raise AttentionArgumentError(f"dropout_prob is {prob}, so dropout_seed is needed.")
     if _is_int(seed):
         seed = np.uint32(int(seed) & 0xFFFFFFFF)
-    seed = _array("dropout_seed", seed)
+    seed = _of_key(_array("dropout_seed", seed))
     if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
-        raise AttentionArgumentError(f"dropout_seed must be one integer, got {seed.dtype}{list(seed.shape)}.")
+        raise AttentionArgumentError(
+            f"dropout_seed must be one integer, or one key of jax.random, got {seed.dtype}{list(seed.shape)}."
+        )
     return prob, seed.astype(jnp.uint32) if seed.dtype != jnp.uint32 else seed
+
+
+def _of_key(seed: Any) -> Any:
+    """The seed that a key of `jax.random` gives, typed or as its words; anything else as it is."""
+    typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.ndim == 0
+    words = seed.dtype == jnp.uint32 and seed.ndim == 1 and seed.shape == jax.random.PRNGKey(0).shape
+    return jax.random.bits(seed, dtype=jnp.uint32) if typed or words else seed
 
 
 def _number(name: str, x: Any) -> float:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Attention, AttentionArgumentError, Extras, Rules
+from ejkernel.kernels.flash_attention.jax_nn import jax_attention
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.fingerprint import compute_capability, is_here
 
@@ -75,7 +76,7 @@ def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
 
 def run(query: Array, key: Array, value: Array, rules: Rules) -> Array:
     """Returns only the output, for calls without gradients."""
-    return jax.nn.dot_product_attention(
+    return jax_attention(
         query,
         key,
         value,

@@ -93,6 +93,15 @@ def _seen(rows: Array, cols: Array, extras: Extras, rules: Rules) -> Array | Non
 
 
 @partial(jax.jit, static_argnames="rules")
+def with_log_sum(query: Array, key: Array, value: Array, extras: Extras, rules: Rules) -> tuple[Array, Array]:
+    """XLA tiles of float32 arguments: the output and the log-sum-exp of each row."""
+    rules = replace(rules, precision=rules.precision or jax.lax.Precision.HIGHEST)
+    q, k, v = (x.astype(masks.accumulator(x.dtype)) for x in (query, key, value))
+    out, sums = xla.forward(q, k, v, extras, rules)
+    return out.astype(query.dtype), sums.lse
+
+
+@partial(jax.jit, static_argnames="rules")
 def tiled(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
     """Like the reference, with memory linear in the sequence: XLA tiles, everything in float32."""
     rules = replace(rules, precision=rules.precision or jax.lax.Precision.HIGHEST)

@@ -356,7 +356,8 @@ class ConfigSelectorChain:
         If tuning the nearest shape did not beat the guess, this call gets its own guess, which was made for its shape.
         Without `now`, a config that was not checked yet is returned without the check.
         """
-        usable = lambda entry: entry.complete if entry.kept_guess else accepts(inv, kernel, entry.cfg)
+        fits = lambda entry: kernel.transfers(inv, entry.cfg) and accepts(inv, kernel, entry.cfg)
+        usable = lambda entry: entry.complete if entry.kept_guess else fits(entry)
         entry = self._nearest(inv, kernel, policy, usable) if policy.transfer else None
         if entry is None:
             return Tier("transferred")

@@ -28,6 +28,10 @@ class BackwardKernel(Kernel[Any, Any]):
         """The forward kernel's answer."""
         return self.forward.supports(inv, platform)
 
+    def transfers(self, inv: Invocation[Any, Any], cfg: Any) -> bool:
+        """The forward kernel's answer."""
+        return self.forward.transfers(inv, cfg)
+
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Any:
         """`heuristic_cfg_vjp` of the forward kernel, else its `heuristic_cfg`."""
         own = dispatch.method_of(self.forward, "heuristic_cfg_vjp", inv)

@@ -114,6 +114,10 @@ class BatchedKernel(Kernel[Any, Any]):
         """The kernel's own answer."""
         return self.inner.supports(self.asked(inv), platform)
 
+    def transfers(self, inv: Invocation[Any, Any], cfg: Any) -> bool:
+        """The kernel's own answer."""
+        return self.inner.transfers(self.asked(inv), cfg)
+
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Any:
         """The kernel's own guess."""
         return dispatch.guess(self.inner, self.asked(inv))

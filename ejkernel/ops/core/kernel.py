@@ -105,6 +105,13 @@ class Kernel(Generic[Cfg, Out]):
         """Whether the backend named `platform` supports `inv`; a text means no and gives the reason."""
         return True
 
+    def transfers(self, inv: Invocation[Cfg, Out], cfg: Any) -> bool:
+        """Whether a config that was tuned for another shape may be used for `inv`, which is not tuned.
+
+        A kernel that knows something of this shape, such as which backend is slow for it, says no.
+        """
+        return True
+
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """The config to use when nothing better is known."""
         raise KernelDefinitionError(f"{type(self).__name__} must define heuristic_cfg(self, inv).")

@@ -2,7 +2,9 @@
 stood in for by others, and what is around them is tested.
 """
 
+import itertools
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -12,10 +14,12 @@ import pytest
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
-from ejkernel.kernels.flash_attention import cudnn, masks, xla
+from ejkernel.kernels.flash_attention import cudnn, masks, rule, xla
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported_backward
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
+from ejkernel.ops import ConfigCache, ConfigSelectorChain
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.tuning import search
@@ -208,31 +212,52 @@ def test_gradients_of_large_arrays_are_those_of_their_slices_on_a_gpu(shape):
 class Hopper:
     platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
 
+    def memory_stats(self):
+        return {}
+
 
 @pytest.fixture
 def on_hopper(monkeypatch, fake_hopper):
     monkeypatch.setattr(fingerprint, "current_device", Hopper)
 
 
-def guess(backward=False, forward=None, head_dim=128, dtype=jnp.bfloat16, **kwargs):
+def call(backward=False, forward=None, length=256, heads=(2, 2), head_dim=128, dtype=jnp.bfloat16, **kwargs):
     kernel = FlashAttention()
-    x = jnp.zeros((1, 256, 2, head_dim), dtype)
-    args, kwargs = kernel.prepare(x, x, x, kwargs.pop("bias", None), kwargs.pop("aux", None), **kwargs)
+    q, k = (jax.ShapeDtypeStruct((1, length, n, head_dim), dtype) for n in heads)
+    args, kwargs = kernel.prepare(q, k, k, kwargs.pop("bias", None), kwargs.pop("aux", None), **kwargs)
     owner = BackwardKernel(kernel) if backward else kernel
-    inv = Invocation(kernel=owner, args=args, kwargs=kwargs, platform=forward)
-    return (kernel.heuristic_cfg_vjp if backward else kernel.heuristic_cfg)(inv)
+    return Invocation(kernel=owner, args=args, kwargs=kwargs, platform=forward)
+
+
+def guess(**kwargs):
+    inv = call(**kwargs)
+    assert inv.kernel is not None
+    return inv.kernel.heuristic_cfg(inv)
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_guess_on_hopper_is_the_best_that_can_serve():
+def test_guess_on_hopper_is_what_measured_faster(monkeypatch):
+    assert guess(causal=True).platform == "mosaic"
+    assert guess(causal=True, sliding_window=8).platform == "mosaic"
+    assert guess(length=4096).platform == "mosaic"
+    assert guess(length=256).platform == "cudnn"
+    assert guess(length=512, head_dim=64).platform == "cudnn"
+    assert guess(length=4096, head_dim=256).platform == "cudnn"
+    assert guess(length=4096, head_dim=256, causal=True).platform == "mosaic"
+    monkeypatch.setattr(rule, "KINDS", (rule.Kind("all", lambda facts: True, 0.9, 1.1),))
     assert guess(causal=True).platform == "cudnn"
-    assert guess(causal=True, sliding_window=8).platform == "cudnn"
+    if not unsupported_backward(128):
+        assert guess(backward=True, causal=True).platform == "mosaic"
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_guess_on_hopper_is_one_that_can_serve():
     assert guess(logits_soft_cap=2.0).platform == "mosaic"
     assert guess(aux=jnp.zeros(2)).platform == "mosaic"
     assert guess(head_dim=80, logits_soft_cap=2.0).platform == "triton"
     assert guess(dropout_prob=0.1, dropout_seed=1).platform == "triton"
     assert guess(dtype=jnp.float32).platform == "triton"
-    assert guess(bias=jnp.zeros((256, 256))).platform == "xla"
+    assert guess(bias=jnp.zeros((256, 256))).platform in ("mosaic", "triton", "xla")
     assert guess(causal=True, platform="xla").platform == "xla"
 
 
@@ -245,13 +270,62 @@ def test_guess_on_other_gpus_follows_what_they_can(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_backward_stays_with_the_forward_if_it_can():
+def test_backward_on_hopper_is_what_measured_faster_whatever_the_forward_is():
+    fastest = "cudnn" if unsupported_backward(128) else "mosaic"
     for forward in ("cudnn", "mosaic", "triton", "xla"):
-        if forward == "mosaic" and unsupported_backward(128):
-            continue
+        assert guess(backward=True, forward=forward, causal=True).platform == fastest
+        assert guess(backward=True, forward=forward, causal=True, platform="triton").platform == "triton"
+    assert guess(backward=True, forward="cudnn").platform == "cudnn"
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_backward_elsewhere_stays_with_the_forward_if_it_can(monkeypatch):
+    monkeypatch.setattr(Hopper, "compute_capability", "8.0")
+    for forward in ("cudnn", "triton", "xla"):
         assert guess(backward=True, forward=forward, causal=True).platform == forward
     assert guess(backward=True, forward="cudnn", causal=True).bwd_params is None
-    assert guess(backward=True, forward="triton", bias=jnp.zeros((256, 256))).platform == "xla"
+    assert guess(backward=True, forward="cudnn", causal=True, dtype=jnp.float32).platform == "triton"
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("backward", [False, True])
+def test_config_of_another_shape_is_not_taken_if_its_backend_is_slower_here(backward, tmp_path, monkeypatch):
+    chain = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(path=tmp_path))
+    assert chain.persistent is not None
+    far, near = call(backward=backward, length=512), call(backward=backward, length=256)
+    tuned = FlashAttention().cfg_on("triton", far, backward=backward)
+    chain.persistent.put(*far.key, tuned, signature=far.signature, kernel=FlashAttention())
+    assert chain.explain(near, near.kernel).cfg.platform == "cudnn"
+    # Where nothing was measured, what was tuned says more than an order.
+    monkeypatch.setattr(rule, "is_known", lambda capability: False)
+    assert chain.explain(near, near.kernel).cfg == tuned
+
+
+def test_page_has_the_table_of_the_rule():
+    page = (Path(__file__).parents[3] / "docs/flash_attention.md").read_text()
+    shown = page.partition("<!-- rule -->")[2].partition("<!-- end of rule -->")[0].strip().splitlines()[2:]
+    by = lambda kind, backward: "`mosaic`" if kind.is_ours(backward=backward) else "`cudnn`"
+    figure = lambda ratio: "-" if ratio is None else f"{ratio:.2f}"
+    rows = [
+        f"| {k.name} | {k.at} | {figure(k.forward)} | {figure(k.both)} | {by(k, False)} | {by(k, True)} |"
+        for k in rule.KINDS
+    ]
+    assert shown == rows, "docs/flash_attention.md should have\n" + "\n".join(rows)
+
+
+def test_rule_knows_every_backend_and_gives_each_call_one_kind():
+    names = [backend.platform for backend in FlashAttention.backends]
+    for q_len, kv_len, head_dim, group, banded, full in itertools.product(
+        (1, 4096), (1, 256, 512, 4096), (64, 256), (1, 8), (False, True), (False, True)
+    ):
+        facts = rule.Facts(q_len, kv_len, head_dim, group, banded, full)
+        for backward in (False, True):
+            order = rule.order(facts, backward=backward)
+            assert sorted(order) == sorted(names)
+            assert (order[0] == "mosaic") == rule.kind_of(facts).is_ours(backward=backward)
+    used = {rule.kind_of(rule.Facts(4096, n, d, g, b, f)).name for n, d, g, b, f in itertools.product(
+        (256, 512, 4096), (64, 256), (1, 8), (False, True), (False, True))}  # fmt: skip
+    assert used == {kind.name for kind in rule.KINDS}, "a kind that no call is of"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

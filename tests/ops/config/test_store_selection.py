@@ -205,6 +205,13 @@ class TestTransfer:
         put(executor, store, Scale(2), jnp.ones((32, 4)))
         assert executor.explain(Shaped(), X).cfg == Scale(2)
 
+    def test_config_that_the_kernel_knows_to_be_slow_is_passed_over(self, tmp_path, monkeypatch):
+        executor, store = new(tmp_path)
+        put(executor, store, Scale(4), jnp.ones((16, 4)))
+        put(executor, store, Scale(2), jnp.ones((32, 4)))
+        monkeypatch.setattr(Shaped, "transfers", lambda self, inv, cfg: cfg != Scale(4), raising=False)
+        assert executor.explain(Shaped(), X).cfg == Scale(2)
+
     def test_guess_that_was_not_beaten_passes_on_as_a_guess(self, tmp_path):
         executor, store = new(tmp_path)
         outcome = lambda guess: {"candidates": [{"cfg": "", "status": "winner", "guess": guess}]}

@@ -1,0 +1,90 @@
+"""Which backend an untuned call takes: a rule, and the measurements that it comes from.
+
+On Hopper both `mosaic` and `cudnn` serve most calls, and neither is always the faster one. `KINDS` lists what was
+measured, as times of cuDNN over times of ours; a call is of the first kind that fits it, and the figures of that kind
+decide. So a new measurement is a new figure here, or a new kind before those that fit too much. Where one of the two
+does not support a call, the other one runs, then `triton`, then `xla`. docs/flash_attention.md shows the same table.
+
+Figures: one H200, JAX 0.11.2, bfloat16, device time by CUPTI, medians of 30 rounds in which all take turns
+(`python -m benchmarks.flash_attention --gpu --rounds 30`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ejkernel.kernels.flash_attention.arguments import Attention
+
+
+class Facts(NamedTuple):
+    """What the rule looks at in a call."""
+
+    q_len: int
+    kv_len: int
+    head_dim: int
+    group: int
+    """Query heads that share a key head."""
+    banded: bool
+    """Whether there is a window: a bound on the left."""
+    full: bool
+    """Whether every query sees every key, by place."""
+
+    @classmethod
+    def of(cls, call: Attention) -> Facts:
+        """The facts of a call; reads shapes and static rules only."""
+        _, q_len, heads, head_dim = call.query.shape
+        _, kv_len, kv_heads, _ = call.key.shape
+        lower, upper = call.rules.lower, call.rules.upper
+        return cls(q_len, kv_len, head_dim, heads // kv_heads, lower is not None, lower is None and upper is None)
+
+
+class Kind(NamedTuple):
+    """Calls of one kind, and how much faster than cuDNN ours was at them."""
+
+    name: str
+    fits: Callable[[Facts], bool]
+    forward: float | None = None
+    """cuDNN's time over ours, forward; None if it was not measured, and ours is taken."""
+    both: float | None = None
+    """The same of forward and backward together, if it was measured."""
+    at: str = ""
+    """What was measured: batch x length x heads(/key heads) x head dim."""
+
+    def is_ours(self, *, backward: bool) -> bool:
+        """Whether `mosaic` is to run the forward, or the backward."""
+        ratio = self.both if backward and self.both is not None else self.forward
+        return ratio is None or ratio >= 1.0
+
+
+KINDS = (
+    Kind("window", lambda f: f.banded, 1.12, at="2x8192x32/8x128, windows 4096 and 512"),
+    Kind("all keys, at most 256", lambda f: f.full and f.kv_len <= 256, 0.67, at="64x256x16x64"),
+    Kind(
+        "all keys, at most 512, head dim at most 64",
+        lambda f: f.full and f.kv_len <= 512 and f.head_dim <= 64,
+        0.99,
+        at="32x512x12x64",
+    ),
+    Kind("all keys, head dim above 128", lambda f: f.full and f.head_dim > 128, 0.97, at="2x8192x8x256"),
+    Kind("all keys", lambda f: f.full, 1.08, 1.03, at="4x4096x16x128"),
+    Kind("causal, key heads shared by 7 or more", lambda f: f.group >= 7, None, 0.90, at="4x2048x28/4x128"),
+    Kind("causal", lambda f: True, 1.07, 1.01, at="the least of 2x4096x32/8x128 and six shapes"),
+)
+"""What was measured; a call is of the first kind that fits it."""
+
+
+def kind_of(facts: Facts) -> Kind:
+    """The first kind that fits a call."""
+    return next(kind for kind in KINDS if kind.fits(facts))
+
+
+def order(facts: Facts, *, backward: bool) -> tuple[str, ...]:
+    """Names of all backends, the most promising for a call first."""
+    first = ("mosaic", "cudnn") if kind_of(facts).is_ours(backward=backward) else ("cudnn", "mosaic")
+    return (*first, "triton", "pallas", "xla")
+
+
+def is_known(capability: tuple[int, int]) -> bool:
+    """Whether the order was measured on such a device; elsewhere what was tuned for another shape says more."""
+    return capability[0] == 9

@@ -1,0 +1,229 @@
+"""The attention layers of other libraries on ours: forward, and a step of training, against their own attention."""
+
+import logging
+import os
+import tempfile
+
+# Keras reads these when it is imported, and writes its settings there.
+os.environ.update(KERAS_BACKEND="jax", KERAS_HOME=tempfile.mkdtemp(prefix="keras"))
+
+import equinox
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from flax import nnx
+
+from ejkernel.integrations import equinox_attention, flax_attention
+from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
+from ejkernel.modules import dot_product_attention, flash_attention
+
+BATCH, LENGTH, SIZE, HEADS = 2, 10, 16, 4
+
+
+def inputs(*lead):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=(*(lead or (BATCH,)), LENGTH, SIZE)), jnp.float32)
+
+
+def padded(*lead):
+    """A mask of numbers, as Flax makes it: causal; the second sequence has padding, whose rows see nothing."""
+    tokens = jnp.ones((*(lead or (BATCH,)), LENGTH)).at[..., 1, 7:].set(0)
+    mask = linen.combine_masks(linen.make_causal_mask(tokens), linen.make_attention_mask(tokens, tokens))
+    return mask.at[0].set(jnp.zeros_like(mask[0]).at[..., 0].set(1))
+
+
+def close(ours, theirs, atol=2e-5):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), atol=atol)
+
+
+def step(loss, params, x):
+    """Loss, and parameters after one step."""
+    found, grads = jax.jit(jax.value_and_grad(loss))(params, x)
+    return found, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+# --- Flax ---
+
+
+@pytest.mark.parametrize("lead", [(BATCH,), pytest.param((3, BATCH), marks=pytest.mark.full)], ids=str)
+def test_linen(lead):
+    x, mask = inputs(*lead), padded(*lead)
+    own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
+    ours = own.clone(attention_fn=flax_attention)
+    params = own.init(jax.random.key(0), x)
+    loss = lambda layer: lambda params, x: jnp.mean(layer.apply(params, x, mask=mask) ** 2)
+    close(step(loss(ours), params, x), step(loss(own), params, x))
+    close(ours.apply(params, x, mask=mask), own.apply(params, x, mask=mask))
+
+
+def test_linen_with_a_bare_flash_attention_gets_its_mask():
+    x = inputs()
+    mask = padded().astype(bool)
+    own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
+    params = own.init(jax.random.key(0), x)
+    got = own.clone(attention_fn=flash_attention).apply(params, x, mask=mask)
+    seen = mask.any(-1)[:, 0, :, None]
+    close(jnp.where(seen, got, 0), jnp.where(seen, own.apply(params, x, mask=mask), 0))
+
+
+def nnx_loss(graph, mask):
+    def loss(state, x):
+        layer = nnx.merge(graph, state)
+        return jnp.mean(layer(x, mask=mask) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("way", ["attention_fn", "jax.nn"])
+def test_nnx(way, monkeypatch):
+    x, mask = inputs(), padded()
+    own = nnx.MultiHeadAttention(HEADS, SIZE, decode=False, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(own)
+    want = step(nnx_loss(graph, mask), state, x), own(x, mask=mask), own(x, is_causal=True)
+    if way == "jax.nn":
+        calls = counted(monkeypatch)
+        ours = own
+    else:
+        calls = [1]
+        ours = nnx.MultiHeadAttention(HEADS, SIZE, decode=False, rngs=nnx.Rngs(0), attention_fn=flax_attention)
+    graph, _ = nnx.split(ours)
+    got = step(nnx_loss(graph, mask), state, x), ours(x, mask=mask), ours(x, is_causal=True)
+    assert calls
+    for a, b in zip(got, want, strict=True):
+        close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+def counted(monkeypatch):
+    """Puts ours in the place of JAX's own; returns a list that grows with every call."""
+    calls = []
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs)
+        return dot_product_attention(*args, **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    return calls
+
+
+def test_flax_dropout_drops_its_share_and_follows_its_key():
+    q = jnp.zeros((2, 32, 4, 8))
+    v = jnp.ones_like(q)
+    drop = lambda seed, **kwargs: flax_attention(q, q, v, dropout_rng=jax.random.key(seed), dropout_rate=0.25, **kwargs)
+    assert abs(float(drop(0).mean()) - 1) < 0.03
+    close(drop(0), drop(0))
+    assert not np.allclose(drop(0), drop(1))
+    close(drop(0, deterministic=True), v)
+    with pytest.raises(AttentionArgumentError, match="dropout_seed is needed"):
+        flax_attention(q, q, v, dropout_rate=0.5)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_flax_layer_that_keeps_its_weights_gets_them(library):
+    x, mask = inputs(), padded()
+    if library == "linen":
+        own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
+        params = own.init(jax.random.key(0), x)
+        run = lambda layer: layer.apply(params, x, mask=mask, sow_weights=True, mutable=["intermediates"])
+        close(run(own.clone(attention_fn=flax_attention)), run(own))
+        return
+    build = lambda **kwargs: nnx.MultiHeadAttention(HEADS, SIZE, decode=False, rngs=nnx.Rngs(0), **kwargs)
+    ours, own = build(attention_fn=flax_attention), build()
+    run = nnx.capture(nnx.Intermediate)(lambda layer: layer(x, mask=mask, sow_weights=True))
+    (got, weights), (want, theirs) = run(ours), run(own)
+    close(got, want)
+    close(jax.tree.leaves(weights), jax.tree.leaves(theirs))
+
+
+def test_linens_own_products_run():
+    calls = []
+    einsum = lambda *args: calls.append(args[0]) or jnp.einsum(*args)
+    q = inputs().reshape(BATCH, LENGTH, HEADS, -1)
+    products = {"qk_attn_weights_einsum": einsum, "attn_weights_value_einsum": einsum}
+    got = flax_attention(q, q, q, is_causal=True, **products)
+    assert len(calls) == 2
+    close(got, flax_attention(q, q, q, is_causal=True))
+
+
+def test_flax_arguments_that_do_not_fit_are_named():
+    q = jnp.zeros((2, 5, 4, 8))
+    with pytest.raises(AttentionArgumentError, match="flax_attention: mask must be broadcastable"):
+        flax_attention(q, q, q, mask=jnp.ones((3, 1, 5, 5)))
+    with pytest.raises(AttentionArgumentError, match="same batch axes"):
+        flax_attention(q, q[0], q[0])
+
+
+def test_flax_types_are_promoted():
+    q = inputs().reshape(BATCH, LENGTH, HEADS, -1)
+    half = q.astype(jnp.bfloat16)
+    assert flax_attention(half, q, half).dtype == jnp.float32
+    assert flax_attention(q, q, q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+# --- Keras ---
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_keras(masked, monkeypatch, caplog):
+    x = inputs()
+    layer = keras.layers.MultiHeadAttention(HEADS, SIZE // HEADS)
+    layer.build(x.shape, x.shape)
+    weights = [v.value for v in layer.trainable_variables]
+    # Keras' masks have three axes, [batch, q, kv].
+    given = {"attention_mask": padded()[:, 0]} if masked else {"use_causal_mask": True}
+
+    def loss(weights, x):
+        out, _ = layer.stateless_call(weights, [], x, x, **given)
+        return jnp.mean(out**2)
+
+    want = step(loss, weights, x), layer(x, x, **given)
+    calls = counted(monkeypatch)
+    with caplog.at_level(logging.ERROR):
+        got = step(loss, weights, x), layer(x, x, **given)
+    assert len(calls) == 2
+    assert not caplog.records  # Keras logs what is raised, and takes its own attention.
+    close(got, want)
+
+
+# --- Equinox ---
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_equinox(per_head, monkeypatch):
+    layer = equinox.nn.MultiheadAttention(HEADS, SIZE, vo_size=6, use_query_bias=True, key=jax.random.key(0))
+    x = inputs()
+    mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool)).at[3].set(False)
+    mask = jnp.stack([mask, mask.T] * (HEADS // 2)) if per_head else mask
+
+    def loss(layer, x):
+        return jnp.mean(jax.vmap(lambda x: layer(x, x, x, mask))(x) ** 2)
+
+    run = equinox.filter_jit(equinox.filter_value_and_grad(loss))
+    want = run(layer, x)
+    monkeypatch.setattr(equinox.nn.MultiheadAttention, "__call__", equinox_attention)
+    close(equinox.filter_jit(equinox.filter_value_and_grad(loss))(layer, x), want)
+
+
+def test_equinox_dropout_needs_a_key():
+    layer = equinox.nn.MultiheadAttention(HEADS, SIZE, dropout_p=0.5, key=jax.random.key(0))
+    x = inputs()[0]
+    call = lambda **kwargs: equinox_attention(layer, x, x, x, **kwargs)
+    close(call(inference=True), layer(x, x, x, inference=True))
+    assert not np.allclose(call(key=jax.random.key(1)), call(key=jax.random.key(2)))
+    with pytest.raises(AttentionArgumentError, match="key= is needed"):
+        call()
+    with pytest.raises(AttentionArgumentError, match="mask must be boolean"):
+        call(mask=jnp.ones((LENGTH, LENGTH)), inference=True)
+
+
+def test_equinox_heads_can_be_processed():
+    layer = equinox.nn.MultiheadAttention(HEADS, SIZE, key=jax.random.key(0))
+    x = inputs()[0]
+    halved = lambda q, k, v: (q / 2, k, v * 3)
+    close(equinox_attention(layer, x, x, x, process_heads=halved), layer(x, x, x, process_heads=halved))
+    with pytest.raises(AttentionArgumentError, match="must keep the shapes"):
+        equinox_attention(layer, x, x, x, process_heads=lambda q, k, v: (q[1:], k, v))

@@ -1,0 +1,190 @@
+"""`dot_product_attention` against `jax.nn.dot_product_attention`: results, gradients, errors, signature."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.modules import dot_product_attention
+from tests.kernels.flash_attention.cases import pairwise
+
+theirs = jax.nn.dot_product_attention
+BATCH, HEADS, DIM = 2, 4, 8
+
+
+def coin(*shape):
+    return lambda rng, sizes: jnp.asarray(rng.random([sizes.get(n, n) for n in shape]) < 0.4)
+
+
+def normal(*shape, dtype="float32"):
+    return lambda rng, sizes: jnp.asarray(rng.normal(size=[sizes.get(n, n) for n in shape]) * 3, dtype)
+
+
+def lengths(side, *shares):
+    return lambda rng, sizes: jnp.asarray([int(sizes[side] * share) for share in shares[: sizes["b"]]], jnp.int32)
+
+
+TABLE = {
+    "axes": [4, 3],
+    "sizes": [(9, 7, 2), (7, 7, 4), (5, 13, 1)],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "mask": [None, coin("b", 1, "t", "s"), coin("b", 1, 1, "s"), coin("n", "t", 1), coin("t", "s")],
+    "bias": [None, normal("b", "n", "t", "s"), normal("n", 1, "s"), normal("s", dtype="int32")],
+    "is_causal": [False, True],
+    "local_window_size": [None, 2, (1, 0), (3, 9), (-1, 3)],
+    "query_seq_lengths": [None, lengths("t", 0.5, 1.0)],
+    "key_value_seq_lengths": [None, lengths("s", 0.6, 0.0)],
+    "scale": [None, 0.3],
+    "return_residual": [False, True],
+    "implementation": [None, "xla"],
+}
+ROWS = pairwise(TABLE)
+SHORT = 6
+"""Rows of the short suite: in the first ones most pairs are new."""
+
+
+def call_of(row):
+    """Query, key, value and bias, and the keywords."""
+    rng = np.random.default_rng(3)
+    (q_len, kv_len, kv_heads), axes = row["sizes"], row["axes"]
+    sizes = {"b": BATCH if axes == 4 else 1, "n": HEADS, "t": q_len, "s": kv_len}
+    shapes = [(q_len, HEADS), (kv_len, kv_heads), (kv_len, kv_heads)]
+    lead = () if axes == 3 else (BATCH,)
+    qkv = [jnp.asarray(rng.normal(size=(*lead, *shape, DIM)), row["dtype"]) for shape in shapes]
+    made = {name: x(rng, sizes) if callable(x) else x for name, x in row.items() if name in TABLE}
+    if axes == 3 and made["mask"] is not None and made["mask"].ndim == 4:
+        made["mask"] = made["mask"][0]
+    kwargs = {name: x for name, x in made.items() if name not in ("axes", "sizes", "dtype", "bias")}
+    return (*qkv, made["bias"]), kwargs
+
+
+def floating(x):
+    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def outcome(fn, args, kwargs):
+    """Outputs and the gradients of all floats, as one list."""
+    floats = [i for i, x in enumerate(args) if floating(x)]
+
+    def run(*floats_):
+        given = dict(enumerate(args)) | dict(zip(floats, floats_, strict=True))
+        return fn(*given.values(), **kwargs)
+
+    @jax.jit
+    def both(*floats_):
+        outs, vjp = jax.vjp(run, *floats_)
+        rng = np.random.default_rng(4)
+        douts = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), outs)
+        return [*jax.tree.leaves(outs), *vjp(douts)]
+
+    return both(*(args[i] for i in floats))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=str(n), marks=() if n < SHORT else pytest.mark.full) for n, row in enumerate(ROWS)],
+)
+def test_agrees_with_jax(row):
+    args, kwargs = call_of(row)
+    # In float32: JAX rounds weights to 16 bits, we do not.
+    wide = [x.astype(jnp.float32) if floating(x) else x for x in args]
+    want = outcome(theirs, wide, kwargs)
+    got = outcome(dot_product_attention, args, kwargs)
+    tolerance = {"float32": 2e-5, "float16": 6e-3, "bfloat16": 5e-2}[row["dtype"]]
+    for ours, other in zip(got, want, strict=True):
+        assert ours.shape == other.shape
+        ours, other = (np.nan_to_num(np.asarray(x, np.float64), neginf=-1e5) for x in (ours, other))
+        # A log-sum-exp of nothing is no float16.
+        other = np.maximum(other, -1e5 if row["dtype"] == "float16" else -np.inf)
+        np.testing.assert_allclose(ours, other, atol=tolerance * max(1.0, np.median(np.abs(other))), rtol=tolerance)
+
+
+def test_dtypes_are_those_of_jax():
+    for dtype in ("bfloat16", "float16"):
+        args, kwargs = call_of({**ROWS[0], "dtype": dtype, "return_residual": True})
+        ours, other = (jax.eval_shape(partial(f, **kwargs), *args) for f in (dot_product_attention, theirs))
+        assert ours == other
+
+
+def test_signature_is_that_of_jax():
+    ours, other = (inspect.signature(f).parameters for f in (dot_product_attention, theirs))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in other.values()]
+
+
+def qkv(batch=2, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(batch, 6, heads, DIM)), dtype) for heads in (4, 2, 2)]
+
+
+BAD = {
+    "implementation must be": lambda f, q, k, v: f(q, k, v, implementation="triton"),
+    "key must be": lambda f, q, k, v: f(q[None], k[None], v[None]),
+    "value must be like key": lambda f, q, k, v: f(q, k, v[..., :4]),
+    "value must be like key, float32": lambda f, q, k, v: f(q, k, v.astype(jnp.bfloat16)),
+    "query must be float32": lambda f, q, k, v: f(q.astype(jnp.bfloat16), k, v),
+    "query must be float32 of": lambda f, q, k, v: f(q[:1], k, v),
+    "query has 3 heads": lambda f, q, k, v: f(q[:, :, :3], k, v),
+    "mask must be boolean": lambda f, q, k, v: f(q, k, v, mask=jnp.ones((6, 6))),
+    "mask must have at most four axes": lambda f, q, k, v: f(q, k, v, mask=jnp.ones((1, 1, 1, 6, 6), bool)),
+    "bias must have at most four axes": lambda f, q, k, v: f(q, k, v, jnp.ones((1, 1, 1, 6, 6))),
+    "query_seq_lengths must be int32": lambda f, q, k, v: f(q, k, v, query_seq_lengths=jnp.ones(2)),
+    "key_value_seq_lengths must be int32": lambda f, q, k, v: f(q, k, v, key_value_seq_lengths=jnp.ones(3, jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_errors_are_those_of_jax(message):
+    with pytest.raises(ValueError, match=message):
+        BAD[message](dot_product_attention, *qkv())
+    with pytest.raises(ValueError):  # noqa: PT011 - JAX's own words are not ours to pin.
+        BAD[message](theirs, *qkv())
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_what_cannot_be_broadcast_is_refused(name):
+    x = jnp.ones((3, 6, 6), bool if name == "mask" else None)
+    with pytest.raises(ValueError, match=f"{name} must be broadcastable"):
+        dot_product_attention(*qkv(), **{name: x})
+
+
+def test_traced_scale_has_a_gradient():
+    q, k, v = qkv()
+    loss = lambda f, scale: jnp.sum(f(q, k, v, scale=scale) ** 2)
+    ours, other = (jax.jit(jax.value_and_grad(lambda s, f=f: loss(f, s)))(0.4) for f in (dot_product_attention, theirs))
+    np.testing.assert_allclose(ours, other, rtol=1e-5)
+
+
+def test_what_there_is_no_kernel_for_is_left_to_jax():
+    with pytest.raises(ValueError, match="8-bit floats do not support implicit promotion"):
+        dot_product_attention(*(x.astype(jnp.float8_e4m3fn) for x in qkv()))
+    lengths = jax.export.symbolic_shape("t, s")
+    shapes = [(2, lengths[0], 4, DIM), (2, lengths[1], 2, DIM), (2, lengths[1], 2, DIM)]
+    shaped = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    exported = jax.export.export(jax.jit(dot_product_attention))(*shaped)
+    np.testing.assert_allclose(exported.call(*qkv()), theirs(*qkv()), atol=2e-5)
+
+
+def test_in_the_place_of_jaxs_own_it_does_not_call_itself(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    q, k, v = qkv()
+    np.testing.assert_allclose(jax.nn.dot_product_attention(q, k, v), theirs(q, k, v), atol=2e-5)
+    ints = [x.astype(jnp.int32) for x in qkv()]
+    np.testing.assert_array_equal(jax.nn.dot_product_attention(*ints), theirs(*ints))
+
+
+def test_residual_of_arrays_with_shardings_in_their_types():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    q, k, v = qkv()
+    want = theirs(q, k, v, is_causal=True, return_residual=True)
+    for spec in (P("data", None, "model"), P(None, "model")):
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(x, spec) for x in (q, k, v)]
+            got = jax.jit(lambda *a: dot_product_attention(*a, is_causal=True, return_residual=True))(*placed)
+        for ours, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(ours, other, atol=2e-5)
