@@ -19,6 +19,8 @@ from flax import nnx
 from ejkernel.integrations import equinox_attention, flax_attention
 from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
 from ejkernel.modules import dot_product_attention, flash_attention
+from tests.kernels.contract import quick_jit
+from tests.support import fully
 
 BATCH, LENGTH, SIZE, HEADS = 2, 10, 16, 4
 
@@ -41,10 +43,14 @@ def close(ours, theirs, atol=2e-5):
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), atol=atol)
 
 
-def step(loss, params, x):
-    """Loss, and parameters after one step."""
-    found, grads = jax.jit(jax.value_and_grad(loss))(params, x)
-    return found, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+def step(layer, params):
+    """What `layer(params)` gives, and the parameters after a step that makes it smaller."""
+
+    def run(params):
+        out, pull = jax.vjp(layer, params)
+        return out, jax.tree.map(lambda p, g: p - 0.1 * g, params, *pull(out))
+
+    return quick_jit(run)(params)
 
 
 # --- Flax ---
@@ -55,47 +61,39 @@ def test_linen(lead):
     x, mask = inputs(*lead), padded(*lead)
     own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
     ours = own.clone(attention_fn=flax_attention)
-    params = own.init(jax.random.key(0), x)
-    loss = lambda layer: lambda params, x: jnp.mean(layer.apply(params, x, mask=mask) ** 2)
-    close(step(loss(ours), params, x), step(loss(own), params, x))
-    close(ours.apply(params, x, mask=mask), own.apply(params, x, mask=mask))
+    params = quick_jit(own.init)(jax.random.key(0), x)
+    run = lambda layer: step(lambda params: layer.apply(params, x, mask=mask), params)
+    close(run(ours), run(own))
 
 
 def test_linen_with_a_bare_flash_attention_gets_its_mask():
     x = inputs()
     mask = padded().astype(bool)
     own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
-    params = own.init(jax.random.key(0), x)
-    got = own.clone(attention_fn=flash_attention).apply(params, x, mask=mask)
-    seen = mask.any(-1)[:, 0, :, None]
-    close(jnp.where(seen, got, 0), jnp.where(seen, own.apply(params, x, mask=mask), 0))
+    params = quick_jit(own.init)(jax.random.key(0), x)
+    run = lambda layer: quick_jit(lambda params: layer.apply(params, x, mask=mask))(params)
+    seen = np.asarray(mask).any(-1)[:, 0, :, None]
+    close(np.where(seen, run(own.clone(attention_fn=flash_attention)), 0), np.where(seen, run(own), 0))
 
 
-def nnx_loss(graph, mask):
-    def loss(state, x):
-        layer = nnx.merge(graph, state)
-        return jnp.mean(layer(x, mask=mask) ** 2)
-
-    return loss
+def nnx_layer(**kwargs):
+    return nnx.MultiHeadAttention(HEADS, SIZE, decode=False, rngs=nnx.Rngs(0), **kwargs)
 
 
 @pytest.mark.parametrize("way", ["attention_fn", "jax.nn"])
-def test_nnx(way, monkeypatch):
-    x, mask = inputs(), padded()
-    own = nnx.MultiHeadAttention(HEADS, SIZE, decode=False, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(own)
-    want = step(nnx_loss(graph, mask), state, x), own(x, mask=mask), own(x, is_causal=True)
+@pytest.mark.parametrize("masked", [True, *fully(False)])
+def test_nnx(way, masked, monkeypatch):
+    given = {"mask": padded()} if masked else {"is_causal": True}
+    graph, state = nnx.split(nnx_layer())
+    call = lambda graph: step(lambda state: nnx.merge(graph, state)(inputs(), **given), state)
+    want = call(graph)
     if way == "jax.nn":
         calls = counted(monkeypatch)
-        ours = own
+        got = call(graph)
+        assert calls
     else:
-        calls = [1]
-        ours = nnx.MultiHeadAttention(HEADS, SIZE, decode=False, rngs=nnx.Rngs(0), attention_fn=flax_attention)
-    graph, _ = nnx.split(ours)
-    got = step(nnx_loss(graph, mask), state, x), ours(x, mask=mask), ours(x, is_causal=True)
-    assert calls
-    for a, b in zip(got, want, strict=True):
-        close(jax.tree.leaves(a), jax.tree.leaves(b))
+        got = call(nnx.split(nnx_layer(attention_fn=flax_attention))[0])
+    close(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
 def counted(monkeypatch):
@@ -113,26 +111,28 @@ def counted(monkeypatch):
 def test_flax_dropout_drops_its_share_and_follows_its_key():
     q = jnp.zeros((2, 32, 4, 8))
     v = jnp.ones_like(q)
-    drop = lambda seed, **kwargs: flax_attention(q, q, v, dropout_rng=jax.random.key(seed), dropout_rate=0.25, **kwargs)
-    assert abs(float(drop(0).mean()) - 1) < 0.03
-    close(drop(0), drop(0))
-    assert not np.allclose(drop(0), drop(1))
-    close(drop(0, deterministic=True), v)
+    call = lambda key, **kwargs: flax_attention(q, q, v, dropout_rng=key, dropout_rate=0.25, **kwargs)
+    drop = quick_jit(call)
+    first, again, other = (drop(jax.random.key(seed)) for seed in (0, 0, 1))
+    assert abs(float(first.mean()) - 1) < 0.03
+    close(first, again)
+    assert not np.allclose(first, other)
+    close(quick_jit(lambda key: call(key, deterministic=True))(jax.random.key(0)), v)
     with pytest.raises(AttentionArgumentError, match="dropout_seed is needed"):
         flax_attention(q, q, v, dropout_rate=0.5)
 
 
-@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.full
+@pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_flax_layer_that_keeps_its_weights_gets_them(library):
     x, mask = inputs(), padded()
     if library == "linen":
         own = linen.MultiHeadDotProductAttention(num_heads=HEADS)
-        params = own.init(jax.random.key(0), x)
+        params = quick_jit(own.init)(jax.random.key(0), x)
         run = lambda layer: layer.apply(params, x, mask=mask, sow_weights=True, mutable=["intermediates"])
         close(run(own.clone(attention_fn=flax_attention)), run(own))
         return
-    build = lambda **kwargs: nnx.MultiHeadAttention(HEADS, SIZE, decode=False, rngs=nnx.Rngs(0), **kwargs)
-    ours, own = build(attention_fn=flax_attention), build()
+    ours, own = nnx_layer(attention_fn=flax_attention), nnx_layer()
     run = nnx.capture(nnx.Intermediate)(lambda layer: layer(x, mask=mask, sow_weights=True))
     (got, weights), (want, theirs) = run(ours), run(own)
     close(got, want)
@@ -144,9 +144,9 @@ def test_linens_own_products_run():
     einsum = lambda *args: calls.append(args[0]) or jnp.einsum(*args)
     q = inputs().reshape(BATCH, LENGTH, HEADS, -1)
     products = {"qk_attn_weights_einsum": einsum, "attn_weights_value_einsum": einsum}
-    got = flax_attention(q, q, q, is_causal=True, **products)
+    run = lambda **own: flax_attention(q, q, q, is_causal=True, **own)
+    close(*quick_jit(lambda: (run(**products), run()))())
     assert len(calls) == 2
-    close(got, flax_attention(q, q, q, is_causal=True))
 
 
 def test_flax_arguments_that_do_not_fit_are_named():
@@ -160,14 +160,14 @@ def test_flax_arguments_that_do_not_fit_are_named():
 def test_flax_types_are_promoted():
     q = inputs().reshape(BATCH, LENGTH, HEADS, -1)
     half = q.astype(jnp.bfloat16)
-    assert flax_attention(half, q, half).dtype == jnp.float32
-    assert flax_attention(q, q, q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert jax.eval_shape(flax_attention, half, q, half).dtype == jnp.float32
+    assert jax.eval_shape(lambda q: flax_attention(q, q, q, dtype=jnp.bfloat16), q).dtype == jnp.bfloat16
 
 
 # --- Keras ---
 
 
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("masked", [True, *fully(False)])
 def test_keras(masked, monkeypatch, caplog):
     x = inputs()
     layer = keras.layers.MultiHeadAttention(HEADS, SIZE // HEADS)
@@ -176,15 +176,12 @@ def test_keras(masked, monkeypatch, caplog):
     # Keras' masks have three axes, [batch, q, kv].
     given = {"attention_mask": padded()[:, 0]} if masked else {"use_causal_mask": True}
 
-    def loss(weights, x):
-        out, _ = layer.stateless_call(weights, [], x, x, **given)
-        return jnp.mean(out**2)
-
-    want = step(loss, weights, x), layer(x, x, **given)
+    call = lambda: step(lambda weights: layer.stateless_call(weights, [], x, x, **given)[0], weights)
+    want = call()
     calls = counted(monkeypatch)
     with caplog.at_level(logging.ERROR):
-        got = step(loss, weights, x), layer(x, x, **given)
-    assert len(calls) == 2
+        got = call()
+    assert len(calls) == 1
     assert not caplog.records  # Keras logs what is raised, and takes its own attention.
     close(got, want)
 
@@ -192,38 +189,41 @@ def test_keras(masked, monkeypatch, caplog):
 # --- Equinox ---
 
 
-@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("per_head", [True, *fully(False)])
 def test_equinox(per_head, monkeypatch):
     layer = equinox.nn.MultiheadAttention(HEADS, SIZE, vo_size=6, use_query_bias=True, key=jax.random.key(0))
     x = inputs()
     mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool)).at[3].set(False)
     mask = jnp.stack([mask, mask.T] * (HEADS // 2)) if per_head else mask
 
-    def loss(layer, x):
-        return jnp.mean(jax.vmap(lambda x: layer(x, x, x, mask))(x) ** 2)
-
-    run = equinox.filter_jit(equinox.filter_value_and_grad(loss))
-    want = run(layer, x)
+    params, rest = equinox.partition(layer, equinox.is_array)
+    batched = lambda layer: jax.vmap(lambda x: layer(x, x, x, mask))(x)
+    call = lambda: step(lambda params: batched(equinox.combine(params, rest)), params)
+    want = call()
     monkeypatch.setattr(equinox.nn.MultiheadAttention, "__call__", equinox_attention)
-    close(equinox.filter_jit(equinox.filter_value_and_grad(loss))(layer, x), want)
+    close(call(), want)
 
 
 def test_equinox_dropout_needs_a_key():
     layer = equinox.nn.MultiheadAttention(HEADS, SIZE, dropout_p=0.5, key=jax.random.key(0))
     x = inputs()[0]
     call = lambda **kwargs: equinox_attention(layer, x, x, x, **kwargs)
-    close(call(inference=True), layer(x, x, x, inference=True))
-    assert not np.allclose(call(key=jax.random.key(1)), call(key=jax.random.key(2)))
+    drop = quick_jit(lambda key: call(key=key))
+    assert not np.allclose(drop(jax.random.key(1)), drop(jax.random.key(2)))
+    alike = quick_jit(lambda: (call(inference=True), layer(x, x, x, inference=True)))
+    close(*alike())
     with pytest.raises(AttentionArgumentError, match="key= is needed"):
         call()
     with pytest.raises(AttentionArgumentError, match="mask must be boolean"):
         call(mask=jnp.ones((LENGTH, LENGTH)), inference=True)
 
 
+@pytest.mark.full
 def test_equinox_heads_can_be_processed():
     layer = equinox.nn.MultiheadAttention(HEADS, SIZE, key=jax.random.key(0))
     x = inputs()[0]
     halved = lambda q, k, v: (q / 2, k, v * 3)
-    close(equinox_attention(layer, x, x, x, process_heads=halved), layer(x, x, x, process_heads=halved))
+    given = {"process_heads": halved}
+    close(*quick_jit(lambda: (equinox_attention(layer, x, x, x, **given), layer(x, x, x, **given)))())
     with pytest.raises(AttentionArgumentError, match="must keep the shapes"):
         equinox_attention(layer, x, x, x, process_heads=lambda q, k, v: (q[1:], k, v))
