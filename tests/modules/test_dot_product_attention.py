@@ -75,6 +75,10 @@ def floating(x):
     [pytest.param(row, id=str(n), marks=() if n < SHORT else pytest.mark.full) for n, row in enumerate(ROWS)],
 )
 def test_agrees_with_jax(row):
+    check(row)
+
+
+def check(row):
     args, kwargs = call_of(row)
     # In float32: JAX rounds weights to 16 bits, we do not.
     wide = [x.astype(jnp.float32) if floating(x) else x for x in args]
@@ -89,6 +93,14 @@ def test_agrees_with_jax(row):
         # A log-sum-exp of nothing is no float16.
         other = np.maximum(other, -1e5 if row["dtype"] == "float16" else -np.inf)
         np.testing.assert_allclose(ours, other, atol=tolerance * max(1.0, np.median(np.abs(other))), rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_agrees_with_jax_on_a_gpu(number):
+    with jax.default_matmul_precision("highest"):
+        check({**ROWS[number], "dtype": "bfloat16" if number % 2 else "float16", "axes": 4})
 
 
 def test_dtypes_are_those_of_jax():
