@@ -349,7 +349,7 @@ def flash_attention(
     # First what most calls are, because asking for types takes a tenth of an eager call's time.
     if platform is None and cfg is None and _are_whole(query, key, value):
         return services.run(_kernel, None, args, kwargs)  # As `_kernel(...)` does, and `_call` too.
-    if (found := explicit.typed(args)) is not None:
+    if (found := explicit.typed((*args, *kwargs.values()))) is not None:
         return _call_typed(args, kwargs, cfg, found)
     return _call(args, kwargs, cfg)
 
@@ -374,7 +374,7 @@ def _call_typed(
 def with_log_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Array, Array]:
     """Attention, and the log-sum-exp of each row, [batch, heads, q], which has no gradient."""
     kwargs = {**kwargs, "log_sum": True}
-    found = explicit.typed(args)
+    found = explicit.typed((*args, *kwargs.values()))
     out, sums = _call(args, kwargs, None) if found is None else _call_typed(args, kwargs, None, found)
     return out, jax.lax.stop_gradient(sums)
 

@@ -71,5 +71,10 @@ class Sight:
 def with_means(out: Array, value: Array, hidden: Array) -> Array:
     """`out` [batch, q, heads, dim] with the mean of the values in the rows that are `hidden`."""
     mean = value.mean(axis=1, dtype=jnp.promote_types(value.dtype, jnp.float32)).astype(out.dtype)
-    mean = jnp.repeat(mean, out.shape[2] // value.shape[2], axis=1)[:, None]
-    return jnp.where(hidden[..., None], mean, out)
+    batch, q_len, heads, dim = out.shape
+    # Heads in their groups, not repeated means: that would need to know how heads are sharded.
+    kv_heads = value.shape[2]
+    group = heads // kv_heads
+    hidden = hidden.reshape(*hidden.shape[:2], *((kv_heads, group) if hidden.shape[2] > 1 else (1, 1)), 1)
+    found = jnp.where(hidden, mean[:, None, :, None, :], out.reshape(batch, q_len, kv_heads, group, dim))
+    return found.reshape(out.shape)

@@ -176,13 +176,16 @@ def test_in_the_place_of_jaxs_own_it_does_not_call_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("specs", [[P("data", None, "model")], *fully([P(None, "model"), P("data"), P()])], ids=str)
-def test_residual_of_arrays_with_shardings_in_their_types(specs):
-    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+def test_arrays_with_shardings_in_their_types(specs):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     q, k, v = qkv()
-    want = theirs(q, k, v, is_causal=True, return_residual=True)
+    mask = jnp.arange(6) > jnp.arange(2)[:, None, None, None] * 9
+    want = theirs(q, k, v, mask=mask, return_residual=True)
     for spec in specs:
         with jax.set_mesh(mesh):
-            placed = [jax.device_put(x, spec) for x in (q, k, v)]
-            got = quick_jit(lambda *a: dot_product_attention(*a, is_causal=True, return_residual=True))(*placed)
+            placed = [*(jax.device_put(x, spec) for x in (q, k, v)), jax.device_put(mask, P("data"))]
+            got = quick_jit(lambda q, k, v, mask: dot_product_attention(q, k, v, mask=mask, return_residual=True))(
+                *placed
+            )
         for ours, other in zip(got, want, strict=True):
             np.testing.assert_allclose(ours, other, atol=2e-5)
