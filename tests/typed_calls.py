@@ -5,6 +5,7 @@ from typing import assert_type
 
 import jax
 
+from ejkernel.modules import dot_product_attention
 from ejkernel.ops import Executor, Kernel, autotune, pmap_with_config, vmap_with_config
 
 
@@ -29,4 +30,6 @@ def check(executor: Executor, kernel: Typed, x: jax.Array) -> None:
     assert_type(vmap_with_config(kernel, in_axes=(0,))(x), jax.Array)
     assert_type(pmap_with_config(executor, kernel, axis_name="d")(x), jax.Array)
     assert_type(pmap_with_config(kernel, axis_name="d", cfg=Tiles(2))(x), jax.Array)
+    assert_type(dot_product_attention(x, x, x), jax.Array)
+    assert_type(dot_product_attention(x, x, x, return_residual=True), tuple[jax.Array, jax.Array])
     executor(kernel, x, cfg=3)  # pyright: ignore[reportArgumentType]
