@@ -1,0 +1,64 @@
+"""Which tiles of packed sequences meet, computed by XLA before a kernel starts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+def segment_spans(
+    row_ids: Array, col_ids: Array, *, rows: int, cols: int, lower: int | None = None, upper: int | None = None
+) -> Array:
+    """Returns `[batch, row blocks, 4]`: which blocks of `cols` columns each block of `rows` rows has to visit.
+
+    The four are `start, clear, clear_end, end`, in blocks of columns: those from `start` to `end` may hold a pair of
+    the same segment with `lower <= column - row <= upper`, and between `clear` and `clear_end` every pair is one, so
+    that no mask is needed. There is at least one block to visit, and `start <= clear <= clear_end <= end`. Sorted ids
+    give exact spans; those of other ids also cover the blocks between two that meet.
+    """
+    first, last = _ranges(row_ids, rows), _ranges(col_ids, cols)
+    low, high = (x[:, :, None] for x in first)
+    other_low, other_high = (x[:, None, :] for x in last)
+    row = jnp.arange(low.shape[1], dtype=jnp.int32)[:, None] * rows
+    col = jnp.arange(other_low.shape[2], dtype=jnp.int32)[None, :] * cols
+    row_end = jnp.minimum(row + rows, row_ids.shape[1]) - 1
+    col_end = jnp.minimum(col + cols, col_ids.shape[1]) - 1
+    meet = (low <= other_high) & (other_low <= high)
+    same = (low == high) & (other_low == other_high) & (low == other_low) & (col + cols <= col_ids.shape[1])
+    if upper is not None:
+        meet &= col - row_end <= upper
+        same &= col_end - row <= upper
+    if lower is not None:
+        meet &= col_end - row >= lower
+        same &= col - row_end >= lower
+    return visited(meet, same & meet)
+
+
+def visited(meet: Array, clear: Array) -> Array:
+    """Returns `start, clear, clear_end, end` along the last axis of two tables of pairs of tiles.
+
+    Tiles are `clear` only if all between the first and the last clear one are.
+    """
+    start, end, _ = _extent(meet)
+    end = jnp.maximum(end, start + 1)
+    clear_start, clear_end, count = _extent(clear)
+    whole = (count > 0) & (count == clear_end - clear_start)
+    return jnp.stack([start, jnp.where(whole, clear_start, end), jnp.where(whole, clear_end, end), end], axis=-1)
+
+
+def _extent(pairs: Array) -> tuple[Array, Array, Array]:
+    """The first True along the last axis, the one after the last, and how many there are; 0 where there is none."""
+    index = lax.broadcasted_iota(jnp.int32, pairs.shape, pairs.ndim - 1)
+    end = jnp.max(jnp.where(pairs, index + 1, 0), axis=-1)
+    start = jnp.min(jnp.where(pairs, index, pairs.shape[-1]), axis=-1)
+    return jnp.minimum(start, end), end, jnp.sum(pairs, axis=-1, dtype=jnp.int32)
+
+
+def _ranges(ids: Array, block: int) -> tuple[Array, Array]:
+    """The least and the largest id of each block; the last block may be shorter."""
+    missing = -ids.shape[1] % block
+    blocks = jnp.pad(ids, ((0, 0), (0, missing)), mode="edge").reshape(ids.shape[0], -1, block)
+    return blocks.min(axis=2), blocks.max(axis=2)
