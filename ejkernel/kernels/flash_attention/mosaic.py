@@ -21,6 +21,7 @@ from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, default_forward, is_full
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
+from ejkernel.kernels.flash_attention.mosaic_tiles import Tiles, packed_table
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled
@@ -58,13 +59,10 @@ def flash_attention_forward(
     cfg = cfg or default_forward(head_dim, full=is_full(q_len, kv_len, lower, upper))
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
-    table = tile_table(
-        heads=batch * heads,
-        steps=band.steps(cfg.block_q * cfg.cluster, cfg.block_kv),
-        blocks=SMS // cfg.cluster,
-        head_group=cfg.head_group or _head_group(k, heads // kv_heads, band),
-        persistent=cfg.schedule == "persistent",
-    )
+    ids = None
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        ids = q_segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
+    table = _table(cfg, band, ids, batch, heads, _head_group(k, heads // kv_heads, band))
     body = functools.partial(
         _kernel,
         cfg=cfg,
@@ -75,11 +73,8 @@ def flash_attention_forward(
         mma=MatrixUnit(bool(interpret)),
     )
     segments = ()
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        segments = (
-            padded(q_segment_ids.astype(jnp.int32), cfg.block_q * cfg.cluster, -1),
-            padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv, -2),
-        )
+    if ids is not None:
+        segments = padded(ids[0], cfg.block_q * cfg.cluster, -1), padded(ids[1], cfg.block_kv, -2)
     # Rows of log-sum-exp are copied without a check of bounds: there must be whole blocks of them.
     lse_shape = (batch, heads, q_len + -q_len % (cfg.block_q * cfg.cluster))
     q_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
@@ -102,7 +97,7 @@ def flash_attention_forward(
     row = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     out, lse, rest = launch(
         body,
-        *(q, k, v, jnp.asarray(table), *segments),
+        *(q, k, v, table, *segments),
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), row, row),
         blocks=table.shape[0],
         cluster=cfg.cluster,
@@ -117,6 +112,23 @@ def padded(rows: jax.Array, block: int, value: float) -> jax.Array:
     """Lengthens the last axis to whole blocks: vectors along it are read without a check of bounds."""
     missing = -rows.shape[-1] % block
     return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, missing),), constant_values=value) if missing else rows
+
+
+def _table(
+    cfg: MosaicFwdConfig, band: Band, ids: tuple[jax.Array, jax.Array] | None, batch: int, heads: int, head_group: int
+) -> jax.Array:
+    """Which block runs which tiles: known now, or only by the device if the ids of segments decide it."""
+    blocks, head_group = SMS // cfg.cluster, cfg.head_group or head_group
+    if ids is not None:
+        return packed_table(*ids, cfg=cfg, band=band, heads=heads, blocks=blocks, head_group=head_group)
+    table = tile_table(
+        heads=batch * heads,
+        steps=band.steps(cfg.block_q * cfg.cluster, cfg.block_kv),
+        blocks=blocks,
+        head_group=head_group,
+        persistent=cfg.schedule == "persistent",
+    )
+    return jnp.asarray(table)
 
 
 def _head_group(k: jax.Array, group: int, band: Band) -> int:
@@ -155,22 +167,10 @@ def _kernel(
     turn,
 ):
     *segment_refs, o_ref, lse_ref, rest_ref = refs
-    block = lax.axis_index("block")
     wg = lax.axis_index("warpgroup")
-    tiles = table_ref[block, 0]
-    heads, head_dim = q_ref.shape[2], q_ref.shape[3]
-    block_q = cfg.block_q * cfg.cluster
-    rows_per_head = -(-band.q_len // block_q)
+    head_dim = q_ref.shape[3]
     block_kv, stages = cfg.block_kv, cfg.stages
-
-    def decode(i):
-        """Returns batch, head, first query row, first and last key block of the block's tile `i`."""
-        tile = table_ref[block, i + 1]
-        flat = lax.div(tile, jnp.int32(rows_per_head))
-        row = lax.rem(tile, jnp.int32(rows_per_head)) * block_q
-        start, end = band.blocks(row, block_q, block_kv)
-        row = row + place_in_cluster(cfg.cluster) * cfg.block_q
-        return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end
+    tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(segment_refs))
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
@@ -186,7 +186,7 @@ def _kernel(
             shared_load(cfg.cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
 
         def tile(i, step):
-            batch, head, row, start, end = decode(i)
+            batch, head, row, start, end, *_ = tiles.tile(i)
             kv_head = lax.div(head, jnp.int32(group))
             load(k_ref, k_smem, k_full, k_free, batch, kv_head, end - 1, step)
             for c in range(cfg.consumers):
@@ -202,7 +202,7 @@ def _kernel(
             lax.fori_loop(1, end - start, rest, None)
             return step + (end - start)
 
-        lax.fori_loop(0, tiles, tile, jnp.int32(0))
+        lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
         # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
         for free in (k_free, v_free):
             for s in range(stages):
@@ -237,7 +237,7 @@ def _kernel(
         def capped(s):
             return s if soft_cap is None else soft_cap * jnp.tanh(s * (scale / soft_cap))
 
-        def masked(s, batch, row, col):
+        def masked(s, row, col, ids):
             cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
             # The position of row 0 of the strip, in columns of this block; the bounds are vectors, two registers per
             # thread.
@@ -252,25 +252,19 @@ def _kernel(
                 s = jnp.where(cols >= bound(band.lower), s, -jnp.inf)
             if band.kv_len % block_kv:
                 s = jnp.where(cols < band.kv_len - col, s, -jnp.inf)
-            if segment_refs:
-                q_ids = load_with_layout(
-                    segment_refs[0].at[batch, pl.ds(row, WGMMA_ROWS)], layout=_ROWS, optimized=False
-                )
-                kv_ids = load_with_layout(
-                    segment_refs[1].at[batch, pl.ds(col, block_kv)], layout=_COLS, optimized=False
-                )
-                same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(kv_ids, s.shape, [1])
+            if ids is not None:
+                same = lax.broadcast_in_dim(ids[0], s.shape, [0]) == lax.broadcast_in_dim(ids[1], s.shape, [1])
                 s = jnp.where(same, s, -jnp.inf)
             return s
 
-        def softmax(s, m, l, batch, row, col, mask: bool):
+        def softmax(s, m, l, row, col, mask: bool, ids=None):
             """Returns weights, the new maximum, the new partial sums, and the scale for the old output.
 
             The maximum is kept as a rounded exponent: the log-sum-exp must use exactly the number that was subtracted.
             """
             s = capped(s)
             if mask:
-                s = masked(s, batch, row, col)
+                s = masked(s, row, col, ids)
             m_new = jnp.maximum(m, s.max(axis=1) * exponent_scale)
             # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
             shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new
@@ -282,12 +276,19 @@ def _kernel(
                 l = l + p[:, c : c + 8]
             return p, m_new, l, alpha
 
-        def tile(i, step):
-            batch, head, row, start, end = decode(i)
-            row = row + wg * WGMMA_ROWS
-            own_start, own_end = band.blocks(row, WGMMA_ROWS, block_kv)
-            own_end = jnp.minimum(own_end, end)
-            own_start = jnp.minimum(own_start, own_end - 1)
+        def load_ids(ref, batch, first, count, layout):
+            return load_with_layout(ref.at[batch, pl.ds(first, count)], layout=layout, optimized=False)
+
+        def first_ids(piece):
+            """Loads the ids of a strip and of its first block of keys, if there are any."""
+            if not segment_refs:
+                return None
+            q_ids = load_ids(segment_refs[0], piece.batch, piece.row, WGMMA_ROWS, _ROWS)
+            return q_ids, load_ids(segment_refs[1], piece.batch, (piece.own_end - 1) * block_kv, block_kv, _COLS)
+
+        def tile(i, carry):
+            step, piece, ids = carry
+            batch, head, row, start, end, own_start, own_end, clear, clear_end = piece
             skip = end - own_end
 
             def drain(s, _):
@@ -301,8 +302,7 @@ def _kernel(
 
             banded = band.lower is not None or band.upper is not None
             needs_mask = banded or band.kv_len % block_kv != 0 or bool(segment_refs)
-            uneven = banded and cfg.consumers * cfg.cluster > 1
-            if uneven:
+            if tiles.uneven:
                 lax.fori_loop(0, skip, drain, None)
 
             stop = end - own_start
@@ -321,13 +321,18 @@ def _kernel(
             m = layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), _ROWS)
             l = layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
             o = layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-            p, m, l, _ = softmax(s, m, l, batch, row, (own_end - 1) * block_kv, needs_mask)
+            p, m, l, _ = softmax(s, m, l, row, (own_end - 1) * block_kv, needs_mask, ids)
             p = p.astype(v_ref.dtype)
             take_turn()
 
             def advance(s, carry, mask: bool):
                 o, m, l, p = carry
                 slot, last_slot = slot_of(step + s), slot_of(step + s - 1)
+                col = (end - 1 - s) * block_kv
+                both_ids = None
+                if mask and ids is not None:
+                    # Early, so that they arrive while the scores are computed.
+                    both_ids = ids[0], load_ids(segment_refs[1], batch, col, block_kv, _COLS)
                 plgpu.barrier_wait(k_full.at[slot])
 
                 def products(s_acc, o_acc):
@@ -338,7 +343,7 @@ def _kernel(
                     pass_turn()
                     scores = mma.result(s_acc, in_flight=1)
                     plgpu.barrier_arrive(k_free.at[slot])
-                    p_new, m_new, l_new, alpha = softmax(scores, m, l, batch, row, (end - 1 - s) * block_kv, mask)
+                    p_new, m_new, l_new, alpha = softmax(scores, m, l, row, col, mask, both_ids)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
                     # Waiting for the turn here, and not just before the next products, also keeps ptxas (CUDA 13.0)
                     # from moving the wait for the output product up into the softmax: it does not move it over a
@@ -355,24 +360,20 @@ def _kernel(
             # edge that cuts blocks at another place, more of them need the mask.
             done, carry = skip + 1, (o, m, l, p)
             masked_step = functools.partial(advance, mask=True)
-            if band.upper is not None and band.upper % WGMMA_ROWS:
-                clear_end = lax.div(jnp.clip(row + (band.upper + 1), 0, band.kv_len), jnp.int32(block_kv))
-                clear = jnp.clip(end - clear_end, done, stop)
-                carry = lax.fori_loop(done, clear, masked_step, carry)
-                done = clear
-            clear = stop
-            if band.lower is not None:
-                clear_start = lax.div(
-                    jnp.maximum(row + (WGMMA_ROWS - 1 + band.lower), 0) + (block_kv - 1), jnp.int32(block_kv)
-                )
-                clear = jnp.clip(end - clear_start, done, stop)
-            carry = lax.fori_loop(done, clear, functools.partial(advance, mask=bool(segment_refs)), carry)
-            if band.lower is not None:
-                carry = lax.fori_loop(clear, stop, masked_step, carry)
+            if tiles.cut_above:
+                first_clear = jnp.clip(end - clear_end, done, stop)
+                carry = lax.fori_loop(done, first_clear, masked_step, carry)
+                done = first_clear
+            last_clear = jnp.clip(end - clear, done, stop) if tiles.cut_below else stop
+            carry = lax.fori_loop(done, last_clear, functools.partial(advance, mask=False), carry)
+            if tiles.cut_below:
+                carry = lax.fori_loop(last_clear, stop, masked_step, carry)
             o, m, l, p = carry
             if not cfg.share_qo:
                 plgpu.barrier_arrive(q_free.at[wg])
 
+            # What the next tile needs is read while this one is finished.
+            following = tiles.strip(jnp.minimum(i + 1, tiles.count - 1), wg)
             last_slot = slot_of(step + stop - 1)
             plgpu.barrier_wait(v_full.at[last_slot])
 
@@ -384,9 +385,10 @@ def _kernel(
 
             o = mma.scoped(last, (WGMMA_ROWS, head_dim))
             plgpu.barrier_arrive(v_free.at[last_slot])
-            if band.lower is not None and uneven:
+            if tiles.cut_below and tiles.uneven:
                 lax.fori_loop(stop, end - start, drain, None)
 
+            following_ids = first_ids(following)
             l = l.sum(axis=1)
             empty = l == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / l)
@@ -406,8 +408,9 @@ def _kernel(
             if cfg.share_qo:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[wg])
-            return step + (end - start)
+            return step + (end - start), following, following_ids
 
-        lax.fori_loop(0, tiles, tile, jnp.int32(0))
+        piece = tiles.strip(jnp.int32(0), wg)
+        lax.fori_loop(0, tiles.count, tile, (jnp.int32(0), piece, first_ids(piece)))
         pl.when(wg == 0)(take_turn)
         plgpu.wait_smem_to_gmem(0)
