@@ -45,8 +45,11 @@ def _not_importable() -> str | None:
 
 def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
     """The guess, then the others."""
-    head_dim = inv.args[0].shape[3]
-    return [config.default_forward(head_dim, full=_is_full(inv)), *config.forward_space(head_dim)]
+    query, _, value, extras, _ = Attention.of(inv.args, inv.kwargs)
+    dims = query.shape[3], value.shape[3]
+    packed = extras.q_segment_ids is not None
+    guess = config.default_forward(*dims, full=_is_full(inv), packed=packed, q_len=query.shape[1])
+    return [guess, *config.forward_space(*dims)]
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:

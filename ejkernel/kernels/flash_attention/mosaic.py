@@ -19,12 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, default_forward, is_full
+from ejkernel.kernels.flash_attention.mosaic_columns import Columns, columns
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_tiles import Tiles, packed_table
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
-from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.cluster import shared_barrier
+from ejkernel.kernels.hopper.launch import launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
@@ -56,16 +57,21 @@ def flash_attention_forward(
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
-    cfg = cfg or default_forward(head_dim, full=is_full(q_len, kv_len, lower, upper))
+    value_dim, packed = v.shape[3], q_segment_ids is not None
+    full = is_full(q_len, kv_len, lower, upper)
+    cfg = cfg or default_forward(head_dim, value_dim, full=full, packed=packed, q_len=q_len)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     ids = None
     if q_segment_ids is not None and kv_segment_ids is not None:
         ids = q_segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
     table = _table(cfg, band, ids, batch, heads, _head_group(k, heads // kv_heads, band))
+    lengths = (q_len, kv_len)
+    layout = columns(head_dim, value_dim, lengths=lengths, share_qo=cfg.share_qo, interpret=bool(interpret))
     body = functools.partial(
         _kernel,
         cfg=cfg,
+        layout=layout,
         band=band,
         scale=factor,
         soft_cap=soft_cap,
@@ -77,19 +83,19 @@ def flash_attention_forward(
         segments = padded(ids[0], cfg.block_q * cfg.cluster, -1), padded(ids[1], cfg.block_kv, -2)
     # Rows of log-sum-exp are copied without a check of bounds: there must be whole blocks of them.
     lse_shape = (batch, heads, q_len + -q_len % (cfg.block_q * cfg.cluster))
-    q_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
-    kv_tile = (cfg.stages, cfg.block_kv, head_dim)
+    q_tiles = cfg.q_stages * cfg.consumers
+    o_tile, kv_tile = (cfg.consumers, WGMMA_ROWS), (cfg.stages, cfg.block_kv)
     scratch: dict[str, Any] = {
-        "q_smem": swizzled(q_tile, q.dtype),
-        "o_smem": None if cfg.share_qo else swizzled(q_tile, q.dtype),
-        "k_smem": swizzled(kv_tile, k.dtype),
-        "v_smem": swizzled(kv_tile, v.dtype),
+        "q_smem": layout.memory(layout.qk, (q_tiles, WGMMA_ROWS), q.dtype),
+        "o_smem": None if cfg.share_qo else layout.memory(layout.o, o_tile, q.dtype),
+        "k_smem": layout.memory(layout.qk, kv_tile, k.dtype),
+        "v_smem": layout.memory(layout.v, kv_tile, v.dtype),
         "lse_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
         "rest_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
-        "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
-        "k_full": plgpu.Barrier(num_barriers=cfg.stages),
-        "v_full": plgpu.Barrier(num_barriers=cfg.stages),
+        "q_full": plgpu.Barrier(num_barriers=q_tiles, num_arrivals=len(layout.qk)),
+        "q_free": plgpu.Barrier(num_barriers=q_tiles),
+        "k_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=len(layout.qk)),
+        "v_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=len(layout.v)),
         "k_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "v_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "turn": plgpu.Barrier(num_barriers=cfg.consumers),
@@ -98,7 +104,7 @@ def flash_attention_forward(
     out, lse, rest = launch(
         body,
         *(q, k, v, table, *segments),
-        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), row, row),
+        out_type=(jax.ShapeDtypeStruct((batch, q_len, heads, value_dim), q.dtype), row, row),
         blocks=table.shape[0],
         cluster=cfg.cluster,
         consumers=cfg.consumers,
@@ -147,6 +153,7 @@ def _kernel(
     table_ref,
     *refs: Any,
     cfg: MosaicFwdConfig,
+    layout: Columns,
     band: Band,
     scale: float,
     soft_cap: float | None,
@@ -168,12 +175,14 @@ def _kernel(
 ):
     *segment_refs, o_ref, lse_ref, rest_ref = refs
     wg = lax.axis_index("warpgroup")
-    head_dim = q_ref.shape[3]
     block_kv, stages = cfg.block_kv, cfg.stages
     tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(segment_refs))
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
+
+    def q_slot_of(i, consumer):
+        return consumer + lax.rem(i, jnp.int32(cfg.q_stages)) * cfg.consumers if cfg.q_stages > 1 else consumer
 
     @pl.when(wg == cfg.consumers)
     def _produce():
@@ -182,17 +191,20 @@ def _kernel(
         def load(ref, smem, full, free, batch, kv_head, kv_block, step):
             slot = slot_of(step)
             plgpu.barrier_wait(free.at[slot])
-            rows = pl.ds(kv_block * block_kv, block_kv)
-            shared_load(cfg.cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+            rows = ref.at[batch, pl.ds(kv_block * block_kv, block_kv), kv_head]
+            for piece, memory in zip(layout.qk if ref is k_ref else layout.v, smem, strict=True):
+                layout.load(rows, memory, slot, piece, full.at[slot], cfg.cluster)
 
         def tile(i, step):
             batch, head, row, start, end, *_ = tiles.tile(i)
             kv_head = lax.div(head, jnp.int32(group))
             load(k_ref, k_smem, k_full, k_free, batch, kv_head, end - 1, step)
             for c in range(cfg.consumers):
-                plgpu.barrier_wait(q_free.at[c])
-                rows = pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS)
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[c], q_full.at[c])
+                q_slot = q_slot_of(i, c)
+                plgpu.barrier_wait(q_free.at[q_slot])
+                rows = q_ref.at[batch, pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS), head]
+                for piece, memory in zip(layout.qk, q_smem, strict=True):
+                    layout.load(rows, memory, q_slot, piece, q_full.at[q_slot])
             load(v_ref, v_smem, v_full, v_free, batch, kv_head, end - 1, step)
 
             def rest(s, _):
@@ -207,16 +219,18 @@ def _kernel(
         for free in (k_free, v_free):
             for s in range(stages):
                 plgpu.barrier_wait(free.at[s])
-        for c in range(cfg.consumers):
+        for c in range(q_free.shape[0]):
             plgpu.barrier_wait(q_free.at[c])
 
     @pl.when(wg < cfg.consumers)
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
-        q_tile, lse_tile, rest_tile = q_smem.at[wg], lse_smem.at[wg], rest_smem.at[wg]
-        o_tile = q_tile if cfg.share_qo else o_smem.at[wg]
+        lse_tile, rest_tile = lse_smem.at[wg], rest_smem.at[wg]
+        o_memory = q_smem[: len(layout.o)] if cfg.share_qo else o_smem
+        o_shapes = tuple((WGMMA_ROWS, piece.width) for piece in layout.v)
         # Every buffer starts free, and the first turn belongs to the first warpgroup.
-        plgpu.barrier_arrive(q_free.at[wg])
+        for s in range(cfg.q_stages):
+            plgpu.barrier_arrive(q_free.at[wg + s * cfg.consumers])
         for s in range(stages):
             plgpu.barrier_arrive(k_free.at[s])
             plgpu.barrier_arrive(v_free.at[s])
@@ -231,6 +245,18 @@ def _kernel(
         def pass_turn():
             if cfg.ping_pong:
                 plgpu.barrier_arrive(turn.at[next_wg])
+
+        def multiply_scores(acc, q_slot, slot):
+            for q_part, k_part in zip(q_smem, k_smem, strict=True):
+                mma.multiply(acc, layout.operand(q_part, q_slot), layout.operand(k_part, slot), b_t=True)
+
+        def start_from(accs, values):
+            for acc, value in zip(accs, values, strict=True):
+                mma.start_from(acc, value)
+
+        def multiply_values(accs, p, slot):
+            for acc, v_part in zip(accs, v_smem, strict=True):
+                mma.multiply(acc, p, layout.operand(v_part, slot))
 
         exponent_scale = _LOG2E if soft_cap is not None else scale * _LOG2E
 
@@ -289,7 +315,7 @@ def _kernel(
         def tile(i, carry):
             step, piece, ids = carry
             batch, head, row, start, end, own_start, own_end, clear, clear_end = piece
-            skip = end - own_end
+            skip, q_slot = end - own_end, q_slot_of(i, wg)
 
             def drain(s, _):
                 """Waits for and releases a key block that this warpgroup does not need."""
@@ -306,13 +332,13 @@ def _kernel(
                 lax.fori_loop(0, skip, drain, None)
 
             stop = end - own_start
-            plgpu.barrier_wait(q_full.at[wg])
+            plgpu.barrier_wait(q_full.at[q_slot])
             first_slot = slot_of(step + skip)
             plgpu.barrier_wait(k_full.at[first_slot])
 
             def first(s_acc):
                 take_turn()
-                mma.multiply(s_acc, q_tile, k_smem.at[first_slot], b_t=True)
+                multiply_scores(s_acc, q_slot, first_slot)
                 pass_turn()
                 return mma.result(s_acc)
 
@@ -320,7 +346,7 @@ def _kernel(
             plgpu.barrier_arrive(k_free.at[first_slot])
             m = layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), _ROWS)
             l = layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
-            o = layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+            o = tuple(layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA) for shape in o_shapes)
             p, m, l, _ = softmax(s, m, l, row, (own_end - 1) * block_kv, needs_mask, ids)
             p = p.astype(v_ref.dtype)
             take_turn()
@@ -335,13 +361,13 @@ def _kernel(
                     both_ids = ids[0], load_ids(segment_refs[1], batch, col, block_kv, _COLS)
                 plgpu.barrier_wait(k_full.at[slot])
 
-                def products(s_acc, o_acc):
-                    mma.start_from(o_acc, o)
-                    mma.multiply(s_acc, q_tile, k_smem.at[slot], b_t=True)
+                def products(s_acc, *o_accs: Any):
+                    start_from(o_accs, o)
+                    multiply_scores(s_acc, q_slot, slot)
                     plgpu.barrier_wait(v_full.at[last_slot])
-                    mma.multiply(o_acc, p, v_smem.at[last_slot])
+                    multiply_values(o_accs, p, last_slot)
                     pass_turn()
-                    scores = mma.result(s_acc, in_flight=1)
+                    scores = mma.result(s_acc, in_flight=len(o_accs))
                     plgpu.barrier_arrive(k_free.at[slot])
                     p_new, m_new, l_new, alpha = softmax(scores, m, l, row, col, mask, both_ids)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
@@ -349,12 +375,12 @@ def _kernel(
                     # from moving the wait for the output product up into the softmax: it does not move it over a
                     # branch.
                     take_turn()
-                    o_new = mma.result(o_acc)
+                    o_new = tuple(map(mma.result, o_accs))
                     plgpu.barrier_arrive(v_free.at[last_slot])
-                    o_new = o_new * lax.broadcast_in_dim(alpha, o_new.shape, [0])
+                    o_new = tuple(x * lax.broadcast_in_dim(alpha, x.shape, [0]) for x in o_new)
                     return o_new, m_new, l_new, p_new.astype(v_ref.dtype)
 
-                return mma.scoped(products, (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim))
+                return mma.scoped(products, (WGMMA_ROWS, block_kv), *o_shapes)
 
             # Steps count from the last key block of the whole tile. The block on the diagonal was the first; with an
             # edge that cuts blocks at another place, more of them need the mask.
@@ -370,20 +396,20 @@ def _kernel(
                 carry = lax.fori_loop(last_clear, stop, masked_step, carry)
             o, m, l, p = carry
             if not cfg.share_qo:
-                plgpu.barrier_arrive(q_free.at[wg])
+                plgpu.barrier_arrive(q_free.at[q_slot])
 
             # What the next tile needs is read while this one is finished.
             following = tiles.strip(jnp.minimum(i + 1, tiles.count - 1), wg)
             last_slot = slot_of(step + stop - 1)
             plgpu.barrier_wait(v_full.at[last_slot])
 
-            def last(o_acc):
-                mma.start_from(o_acc, o)
-                mma.multiply(o_acc, p, v_smem.at[last_slot])
+            def last(*o_accs: Any):
+                start_from(o_accs, o)
+                multiply_values(o_accs, p, last_slot)
                 pass_turn()
-                return mma.result(o_acc)
+                return tuple(map(mma.result, o_accs))
 
-            o = mma.scoped(last, (WGMMA_ROWS, head_dim))
+            o = mma.scoped(last, *o_shapes)
             plgpu.barrier_arrive(v_free.at[last_slot])
             if tiles.cut_below and tiles.uneven:
                 lax.fori_loop(stop, end - start, drain, None)
@@ -395,19 +421,22 @@ def _kernel(
             log = jnp.log2(l)
             lse = jnp.where(empty, jnp.inf, m + log)
             rest = jnp.where(empty, 0.0, (m - lse) + log)
-            o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
+            o_slot = q_slot if cfg.share_qo else wg
+            o = tuple((x * lax.broadcast_in_dim(inverse, x.shape, [0])).astype(o_ref.dtype) for x in o)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_tile[...] = o.astype(o_ref.dtype)
+            for memory, value in zip(o_memory, layout.stored(o), strict=True):
+                layout.operand(memory, o_slot)[...] = value
             lse_tile[...] = lse
             rest_tile[...] = rest
             plgpu.commit_smem()
             rows = pl.ds(row, WGMMA_ROWS)
-            plgpu.copy_smem_to_gmem(o_tile, o_ref.at[batch, rows, head])
+            for piece, memory in zip(layout.o, o_memory, strict=True):
+                layout.store(memory, o_slot, piece, o_ref.at[batch, rows, head])
             plgpu.copy_smem_to_gmem(lse_tile, lse_ref.at[batch, head, rows])
             plgpu.copy_smem_to_gmem(rest_tile, rest_ref.at[batch, head, rows])
             if cfg.share_qo:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free.at[wg])
+                plgpu.barrier_arrive(q_free.at[q_slot])
             return step + (end - start), following, following_ids
 
         piece = tiles.strip(jnp.int32(0), wg)
