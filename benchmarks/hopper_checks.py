@@ -1,4 +1,4 @@
-"""Checks our Hopper attention kernels on small and awkward shapes: every mask, both dtypes, all head dims.
+"""Checks our Hopper attention kernels on small and awkward shapes: every mask, both dtypes, many head dims and lengths.
 
     python benchmarks/hopper_checks.py
     NPROC=12 JAX_PLATFORMS=cpu python benchmarks/hopper_checks.py --interpret
@@ -41,7 +41,28 @@ class Case:
     lower: int | None = None
     upper: int | None = None
     soft_cap: float | None = None
-    segments: bool = False
+    segments: str = ""
+    value_dim: int | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.dim, self.dim if self.value_dim is None else self.value_dim
+
+
+def ids_of(case: Case, seed: int) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Ids of queries and keys: `sorted`, with `padding` that sees nothing at the end, in `runs` or in no order."""
+    rng, length = np.random.default_rng(seed), max(case.q_len, case.kv_len)
+    if not case.segments:
+        return None, None
+    ids = rng.integers(0, 5, (case.batch, length))
+    if case.segments in ("sorted", "padding"):
+        ids.sort()
+    if case.segments == "runs":
+        ids = rng.integers(0, 4, (case.batch, -(-length // 40))).repeat(40, axis=1)[:, :length]
+    q_ids, kv_ids = ids[:, : case.q_len], ids[:, : case.kv_len]
+    if case.segments == "padding":
+        q_ids, kv_ids = np.where(q_ids > 2, -1, q_ids), np.where(kv_ids > 2, -2, kv_ids)
+    return jnp.asarray(q_ids, jnp.int32), jnp.asarray(kv_ids, jnp.int32)
 
 
 CASES = [
@@ -49,12 +70,28 @@ CASES = [
     *(Case(2, 512, 512, 4, 2, dim, dtype, upper=0) for dim in (64, 128, 256) for dtype in ("bfloat16", "float16")),
     *(Case(1, 1024, 1024, 4, 1, dim, lower=-300, upper=0) for dim in (64, 128, 256)),
     *(Case(1, 640, 640, 2, 2, dim, upper=0, soft_cap=20.0) for dim in (64, 128, 256)),
-    *(Case(2, 768, 768, 2, 1, dim, upper=0, segments=True) for dim in (64, 128, 256)),
+    *(Case(2, 768, 768, 2, 1, dim, upper=0, segments="sorted") for dim in (64, 128, 256)),
     *(Case(2, 712, 712, 2, 2, dim, upper=0) for dim in (64, 128, 256)),
     *(Case(1, 600, 600, 2, 1, dim) for dim in (64, 128, 256)),
     *(Case(1, 328, 1000, 2, 1, dim, upper=672) for dim in (64, 128, 256)),
     *(Case(1, 1000, 328, 2, 1, dim, upper=-100) for dim in (64, 128, 256)),
-    *(Case(1, 504, 504, 2, 1, dim, lower=-33, upper=17, segments=True, soft_cap=30.0) for dim in (64, 128, 256)),
+    *(Case(1, 504, 504, 2, 1, dim, lower=-33, upper=17, segments="sorted", soft_cap=30.0) for dim in (64, 128, 256)),
+    *(
+        Case(2, 700, 700, 4, 2, dim, upper=upper, segments=kind)
+        for kind in ("sorted", "padding", "runs", "any")
+        for dim, upper in ((64, None), (128, 0), (256, 0))
+    ),
+    *(Case(1, 2048, 2048, 2, 1, dim, lower=-200, upper=0, segments="sorted") for dim in (64, 128)),
+    *(Case(2, 640, 400, 4, 2, dim, upper=30, segments="runs", value_dim=64) for dim in (64, 192)),
+    *(
+        Case(2, 520, 520, 4, 2, dim, upper=0, value_dim=value_dim)
+        for dim, value_dim in ((192, 128), (96, 96), (80, 80), (72, 72), (160, 160), (192, 192), (112, 112), (48, 48))
+    ),
+    *(Case(2, 392, 520, 2, 1, dim, "float16", value_dim=v) for dim, v in ((128, 256), (256, 64), (40, 104), (8, 24))),
+    *(Case(1, 300, 300, 2, 1, dim, upper=0, soft_cap=20.0) for dim in (88, 136, 224, 248)),
+    *(Case(2, q_len, kv_len, 2, 1, 64) for q_len, kv_len in ((197, 197), (1, 77), (511, 129), (130, 1001))),
+    *(Case(2, q_len, kv_len, 2, 1, 128, upper=0) for q_len, kv_len in ((197, 197), (1023, 1023), (333, 65))),
+    *(Case(3, 397, 397, 4, 2, dim, lower=-77, upper=3, segments="padding") for dim in (72, 128, 256)),
 ]
 
 
@@ -72,14 +109,15 @@ def reference(case: Case, ids, q, k, v):
     if case.upper is not None:
         seen &= distance <= case.upper
     seen = seen[None, None]
-    if ids is not None:
-        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    if ids[0] is not None:
+        seen = seen & (ids[0][:, None, :, None] == ids[1][:, None, None, :])
     p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
     return jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
 
 
 def cudnn_serves(case: Case) -> bool:
     plain = case.lower is None and case.soft_cap is None and not case.segments and case.q_len == case.kv_len
+    plain = plain and case.dim == case.dims[1] in (64, 128, 256) and case.q_len % 8 == 0
     return plain and case.upper in (None, 0)
 
 
@@ -88,33 +126,41 @@ def relative(out, ref) -> float:
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
 
 
-def build(case: Case, seed: int, interpret=None) -> Callable[[], tuple[bool, str]]:
+def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Callable[[], tuple[bool, str]]:
     """Compiles all that a case needs; what is returned runs and compares.
 
     Compiling may happen in any thread, running may not: cuDNN's first run fails, or takes the process along, when
     another thread waits for the device at that moment.
     """
-    keys = jax.random.split(jax.random.key(seed), 6)
+    keys = jax.random.split(jax.random.key(seed), 4)
     shape, kv_shape = (case.batch, case.q_len, case.heads), (case.batch, case.kv_len, case.kv_heads)
-    q, dout = (jax.random.normal(key, (*shape, case.dim), jnp.dtype(case.dtype)) for key in keys[:2])
-    k, v = (jax.random.normal(key, (*kv_shape, case.dim), jnp.dtype(case.dtype)) for key in keys[2:4])
-    ids = jnp.sort(jax.random.randint(keys[4], (case.batch, case.q_len), 0, 4)) if case.segments else None
+    q, dout = (
+        jax.random.normal(*x, jnp.dtype(case.dtype))
+        for x in zip(keys[:2], [(*shape, d) for d in case.dims], strict=True)
+    )
+    k, v = (
+        jax.random.normal(*x, jnp.dtype(case.dtype))
+        for x in zip(keys[2:], [(*kv_shape, d) for d in case.dims], strict=True)
+    )
+    ids = ids_of(case, seed)
     options = {
         "lower": case.lower,
         "upper": case.upper,
         "soft_cap": case.soft_cap,
-        "q_segment_ids": ids,
-        "kv_segment_ids": ids,
+        "q_segment_ids": ids[0],
+        "kv_segment_ids": ids[1],
         "interpret": interpret,
     }
 
     def ours(q, k, v, dout):
         out, *sums = mosaic.flash_attention_forward(q, k, v, **options)
-        if mosaic_support.unsupported_backward(case.dim) is not None:
+        if forward or mosaic_support.unsupported(q, k, v, backward=True) is not None:
             return (out,)
         return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **options)
 
     def gradients(q, k, v, dout):
+        if forward:
+            return (reference(case, ids, q, k, v),)
         want, pull = jax.vjp(lambda *x: reference(case, ids, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
         return want, *pull(dout.astype(jnp.float32))
 
@@ -129,7 +175,7 @@ def build(case: Case, seed: int, interpret=None) -> Callable[[], tuple[bool, str
         # Tuning the float32 products of a reference that runs once would take longer than all the rest.
         jax.jit(gradients, compiler_options={"xla_gpu_autotune_level": 0}).lower(*args).compile(),
     ]
-    if cudnn_serves(case) and not interpret:
+    if cudnn_serves(case) and not interpret and not forward:
         compiled.append(jax.jit(cudnn).lower(*args).compile())
 
     def check() -> tuple[bool, str]:
@@ -171,6 +217,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--threads", type=int, default=14, help="that compile")
     parser.add_argument("--interpret", action="store_true")
+    parser.add_argument("--forward", action="store_true", help="no gradients")
     options = parser.parse_args()
     interpret = None
     if options.interpret:
@@ -180,7 +227,7 @@ def main() -> None:
     seed, lines, failed = time.time_ns() % 2**31, [], 0
     # Most of the time goes into compiling; the interpreter keeps its state in one place.
     with concurrent.futures.ThreadPoolExecutor(1 if interpret else options.threads) as pool:
-        jobs = {i: pool.submit(build, CASES[i], seed + i, interpret) for i in picked}
+        jobs = {i: pool.submit(build, CASES[i], seed + i, interpret, options.forward) for i in picked}
         concurrent.futures.wait(jobs.values())
         for i, job in jobs.items():
             try:
