@@ -17,9 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, default_forward, is_full
+from ejkernel.kernels.flash_attention.mosaic_bits import packed_bits
 from ejkernel.kernels.flash_attention.mosaic_columns import Columns, columns
+from ejkernel.kernels.flash_attention.mosaic_hide import Mask
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_tiles import Tiles, packed_table
@@ -32,7 +33,6 @@ _LOG2E = math.log2(math.e)
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
 _MIN_HEAD_GROUP = 4  # Fewer heads cannot keep all SMs busy.
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_COLS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def flash_attention_forward(
@@ -46,26 +46,33 @@ def flash_attention_forward(
     soft_cap: float | None = None,
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
     cfg: MosaicFwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns attention output `[B, T, H, D]`, the log-sum-exp `[B, H, T]` in units of log2 and its rounding error.
 
     `lower` and `upper` bound `key - query`; `upper=0` is causal. With segment ids (`[B, T]`, `[B, S]`) a query sees the
-    keys of its own segment only. A row that sees no key gives zeros and a log-sum-exp of +inf, so that its weights
-    vanish in the backward pass. `mosaic_support.unsupported` says which calls are supported; nothing is checked here.
+    keys of its own segment only. A `mask` `[B or 1, 1, T or 1, S or 1]` is True where a query sees a key; one that is
+    the same for all queries, or all keys, cannot be combined with segment ids. A row that sees no key gives zeros and a
+    log-sum-exp of +inf, so that its weights vanish in the backward pass. `mosaic_support.unsupported` says which calls
+    are supported; nothing is checked here.
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
-    value_dim, packed = v.shape[3], q_segment_ids is not None
+    value_dim, packed = v.shape[3], q_segment_ids is not None or mask is not None
     full = is_full(q_len, kv_len, lower, upper)
     cfg = cfg or default_forward(head_dim, value_dim, full=full, packed=packed, q_len=q_len)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
-    ids = None
+    ids, words = (), None
     if q_segment_ids is not None and kv_segment_ids is not None:
         ids = q_segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
-    table = _table(cfg, band, ids, batch, heads, _head_group(k, heads // kv_heads, band))
+    if mask is not None and 1 in mask.shape[2:]:
+        ids = ids_of_mask(mask, batch, q_len, kv_len)
+    elif mask is not None:
+        words = packed_bits(mask[:, 0], rows=cfg.block_q * cfg.cluster, cols=cfg.block_kv)
+    table = _table(cfg, band, ids, words, batch, heads, _head_group(k, heads // kv_heads, band))
     lengths = (q_len, kv_len)
     layout = columns(head_dim, value_dim, lengths=lengths, share_qo=cfg.share_qo, interpret=bool(interpret))
     body = functools.partial(
@@ -77,10 +84,13 @@ def flash_attention_forward(
         soft_cap=soft_cap,
         group=heads // kv_heads,
         mma=MatrixUnit(bool(interpret)),
+        has_ids=bool(ids),
     )
-    segments = ()
-    if ids is not None:
-        segments = padded(ids[0], cfg.block_q * cfg.cluster, -1), padded(ids[1], cfg.block_kv, -2)
+    facts = ()
+    if ids:
+        facts = padded(ids[0], cfg.block_q * cfg.cluster, -1), padded(ids[1], cfg.block_kv, -2)
+    if words is not None:
+        facts = (*facts, words)
     # Rows of log-sum-exp are copied without a check of bounds: there must be whole blocks of them.
     lse_shape = (batch, heads, q_len + -q_len % (cfg.block_q * cfg.cluster))
     q_tiles = cfg.q_stages * cfg.consumers
@@ -103,7 +113,7 @@ def flash_attention_forward(
     row = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     out, lse, rest = launch(
         body,
-        *(q, k, v, table, *segments),
+        *(q, k, v, table, *facts),
         out_type=(jax.ShapeDtypeStruct((batch, q_len, heads, value_dim), q.dtype), row, row),
         blocks=table.shape[0],
         cluster=cfg.cluster,
@@ -121,12 +131,19 @@ def padded(rows: jax.Array, block: int, value: float) -> jax.Array:
 
 
 def _table(
-    cfg: MosaicFwdConfig, band: Band, ids: tuple[jax.Array, jax.Array] | None, batch: int, heads: int, head_group: int
+    cfg: MosaicFwdConfig,
+    band: Band,
+    ids: tuple[jax.Array, ...],
+    words: jax.Array | None,
+    batch: int,
+    heads: int,
+    head_group: int,
 ) -> jax.Array:
-    """Which block runs which tiles: known now, or only by the device if the ids of segments decide it."""
+    """Which block runs which tiles: known now, or only by the device if ids of segments or a mask decide it."""
     blocks, head_group = SMS // cfg.cluster, cfg.head_group or head_group
-    if ids is not None:
-        return packed_table(*ids, cfg=cfg, band=band, heads=heads, blocks=blocks, head_group=head_group)
+    if ids or words is not None:
+        rules = {"cfg": cfg, "band": band, "batch": batch, "heads": heads}
+        return packed_table(ids, words, blocks=blocks, head_group=head_group, **rules)
     table = tile_table(
         heads=batch * heads,
         steps=band.steps(cfg.block_q * cfg.cluster, cfg.block_kv),
@@ -135,6 +152,14 @@ def _table(
         persistent=cfg.schedule == "persistent",
     )
     return jnp.asarray(table)
+
+
+def ids_of_mask(mask: jax.Array, batch: int, q_len: int, kv_len: int) -> tuple[jax.Array, jax.Array]:
+    """Ids of segments for a mask that is the same for all queries, or for all keys: one segment of what is seen."""
+    line = lambda x, length: jnp.broadcast_to(x, (batch, length))
+    if mask.shape[2] == 1:
+        return jnp.zeros((batch, q_len), jnp.int32), line(jnp.where(mask[:, 0, 0], 0, 1), kv_len).astype(jnp.int32)
+    return line(jnp.where(mask[:, 0, :, 0], 0, 1), q_len).astype(jnp.int32), jnp.zeros((batch, kv_len), jnp.int32)
 
 
 def _head_group(k: jax.Array, group: int, band: Band) -> int:
@@ -159,6 +184,7 @@ def _kernel(
     soft_cap: float | None,
     group: int,
     mma: MatrixUnit,
+    has_ids: bool,
     q_smem,
     o_smem,
     k_smem,
@@ -173,10 +199,12 @@ def _kernel(
     v_free,
     turn,
 ):
-    *segment_refs, o_ref, lse_ref, rest_ref = refs
+    *facts, o_ref, lse_ref, rest_ref = refs
+    ids, words = (tuple(facts[:2]), facts[2:]) if has_ids else ((), facts)
+    hidden = Mask(band=band, block_kv=cfg.block_kv, ids=ids, words=words[0] if words else None)
     wg = lax.axis_index("warpgroup")
     block_kv, stages = cfg.block_kv, cfg.stages
-    tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(segment_refs))
+    tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(facts))
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
@@ -263,37 +291,17 @@ def _kernel(
         def capped(s):
             return s if soft_cap is None else soft_cap * jnp.tanh(s * (scale / soft_cap))
 
-        def masked(s, row, col, ids):
-            cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            # The position of row 0 of the strip, in columns of this block; the bounds are vectors, two registers per
-            # thread.
-            rows = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_ROWS) + (row - col)
-
-            def bound(offset):
-                return lax.broadcast_in_dim(rows + offset, s.shape, [0])
-
-            if band.upper is not None:
-                s = jnp.where(cols <= bound(band.upper), s, -jnp.inf)
-            if band.lower is not None:
-                s = jnp.where(cols >= bound(band.lower), s, -jnp.inf)
-            if band.kv_len % block_kv:
-                s = jnp.where(cols < band.kv_len - col, s, -jnp.inf)
-            if ids is not None:
-                same = lax.broadcast_in_dim(ids[0], s.shape, [0]) == lax.broadcast_in_dim(ids[1], s.shape, [1])
-                s = jnp.where(same, s, -jnp.inf)
-            return s
-
-        def softmax(s, m, l, row, col, mask: bool, ids=None):
+        def softmax(s, m, l, hide):
             """Returns weights, the new maximum, the new partial sums, and the scale for the old output.
 
             The maximum is kept as a rounded exponent: the log-sum-exp must use exactly the number that was subtracted.
             """
             s = capped(s)
-            if mask:
-                s = masked(s, row, col, ids)
+            if hide is not None:
+                s = hide(s)
             m_new = jnp.maximum(m, s.max(axis=1) * exponent_scale)
             # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
-            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new
+            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if hide is not None else m_new
             p = jnp.exp2(s * exponent_scale - lax.broadcast_in_dim(shift, s.shape, [0]))
             alpha = jnp.exp2(m - shift)
             # Sums are kept per column of a quad until the end, so that the loop needs no additions across lanes.
@@ -302,18 +310,13 @@ def _kernel(
                 l = l + p[:, c : c + 8]
             return p, m_new, l, alpha
 
-        def load_ids(ref, batch, first, count, layout):
-            return load_with_layout(ref.at[batch, pl.ds(first, count)], layout=layout, optimized=False)
-
-        def first_ids(piece):
-            """Loads the ids of a strip and of its first block of keys, if there are any."""
-            if not segment_refs:
-                return None
-            q_ids = load_ids(segment_refs[0], piece.batch, piece.row, WGMMA_ROWS, _ROWS)
-            return q_ids, load_ids(segment_refs[1], piece.batch, (piece.own_end - 1) * block_kv, block_kv, _COLS)
+        def first_facts(piece):
+            """Loads what hides keys from a strip, and from it in its first block."""
+            of_block = hidden.of_block(piece.batch, piece.row, (piece.own_end - 1) * block_kv)
+            return hidden.of_strip(piece.batch, piece.row), of_block
 
         def tile(i, carry):
-            step, piece, ids = carry
+            step, piece, (of_strip, of_first) = carry
             batch, head, row, start, end, own_start, own_end, clear, clear_end = piece
             skip, q_slot = end - own_end, q_slot_of(i, wg)
 
@@ -326,8 +329,6 @@ def _kernel(
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.barrier_arrive(free.at[slot])
 
-            banded = band.lower is not None or band.upper is not None
-            needs_mask = banded or band.kv_len % block_kv != 0 or bool(segment_refs)
             if tiles.uneven:
                 lax.fori_loop(0, skip, drain, None)
 
@@ -347,18 +348,20 @@ def _kernel(
             m = layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), _ROWS)
             l = layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
             o = tuple(layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA) for shape in o_shapes)
-            p, m, l, _ = softmax(s, m, l, row, (own_end - 1) * block_kv, needs_mask, ids)
+            col = (own_end - 1) * block_kv
+            hide = lambda s: hidden.hide(s, row, col, of_strip, of_first)
+            p, m, l, _ = softmax(s, m, l, hide if hidden.needed else None)
             p = p.astype(v_ref.dtype)
             take_turn()
 
             def advance(s, carry, mask: bool):
                 o, m, l, p = carry
                 slot, last_slot = slot_of(step + s), slot_of(step + s - 1)
-                col = (end - 1 - s) * block_kv
-                both_ids = None
-                if mask and ids is not None:
-                    # Early, so that they arrive while the scores are computed.
-                    both_ids = ids[0], load_ids(segment_refs[1], batch, col, block_kv, _COLS)
+                col, hide = (end - 1 - s) * block_kv, None
+                if mask:
+                    # Early, so that it arrives while the scores are computed.
+                    of_block = hidden.of_block(batch, row, col)
+                    hide = lambda s: hidden.hide(s, row, col, of_strip, of_block)
                 plgpu.barrier_wait(k_full.at[slot])
 
                 def products(s_acc, *o_accs: Any):
@@ -369,7 +372,7 @@ def _kernel(
                     pass_turn()
                     scores = mma.result(s_acc, in_flight=len(o_accs))
                     plgpu.barrier_arrive(k_free.at[slot])
-                    p_new, m_new, l_new, alpha = softmax(scores, m, l, row, col, mask, both_ids)
+                    p_new, m_new, l_new, alpha = softmax(scores, m, l, hide)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
                     # Waiting for the turn here, and not just before the next products, also keeps ptxas (CUDA 13.0)
                     # from moving the wait for the output product up into the softmax: it does not move it over a
@@ -414,7 +417,7 @@ def _kernel(
             if tiles.cut_below and tiles.uneven:
                 lax.fori_loop(stop, end - start, drain, None)
 
-            following_ids = first_ids(following)
+            following_facts = first_facts(following)
             l = l.sum(axis=1)
             empty = l == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / l)
@@ -437,9 +440,9 @@ def _kernel(
             if cfg.share_qo:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[q_slot])
-            return step + (end - start), following, following_ids
+            return step + (end - start), following, following_facts
 
         piece = tiles.strip(jnp.int32(0), wg)
-        lax.fori_loop(0, tiles.count, tile, (jnp.int32(0), piece, first_ids(piece)))
+        lax.fori_loop(0, tiles.count, tile, (jnp.int32(0), piece, first_facts(piece)))
         pl.when(wg == 0)(take_turn)
         plgpu.wait_smem_to_gmem(0)

@@ -19,22 +19,35 @@ def segment_spans(
     that no mask is needed. There is at least one block to visit, and `start <= clear <= clear_end <= end`. Sorted ids
     give exact spans; those of other ids also cover the blocks between two that meet.
     """
-    first, last = _ranges(row_ids, rows), _ranges(col_ids, cols)
-    low, high = (x[:, :, None] for x in first)
-    other_low, other_high = (x[:, None, :] for x in last)
-    row = jnp.arange(low.shape[1], dtype=jnp.int32)[:, None] * rows
-    col = jnp.arange(other_low.shape[2], dtype=jnp.int32)[None, :] * cols
-    row_end = jnp.minimum(row + rows, row_ids.shape[1]) - 1
-    col_end = jnp.minimum(col + cols, col_ids.shape[1]) - 1
+    sizes = {"rows": rows, "cols": cols}
+    meet, clear = segment_pairs(row_ids, col_ids, **sizes)
+    near, inside = band_pairs(row_ids.shape[1], col_ids.shape[1], lower=lower, upper=upper, **sizes)
+    return visited(meet & near, clear & inside)
+
+
+def segment_pairs(row_ids: Array, col_ids: Array, *, rows: int, cols: int) -> tuple[Array, Array]:
+    """Which tiles may hold a pair of one segment, and which hold only such pairs: `[batch, row blocks, col blocks]`."""
+    low, high = (x[:, :, None] for x in _ranges(row_ids, rows))
+    other_low, other_high = (x[:, None, :] for x in _ranges(col_ids, cols))
     meet = (low <= other_high) & (other_low <= high)
-    same = (low == high) & (other_low == other_high) & (low == other_low) & (col + cols <= col_ids.shape[1])
+    return meet, (low == high) & (other_low == other_high) & (low == other_low)
+
+
+def band_pairs(
+    row_len: int, col_len: int, *, rows: int, cols: int, lower: int | None, upper: int | None
+) -> tuple[Array, Array]:
+    """The same for pairs with `lower <= column - row <= upper`; a tile that reaches past the last column has others."""
+    row = jnp.arange(-(-row_len // rows), dtype=jnp.int32)[:, None] * rows
+    col = jnp.arange(-(-col_len // cols), dtype=jnp.int32)[None, :] * cols
+    row_end, col_end = jnp.minimum(row + rows, row_len) - 1, jnp.minimum(col + cols, col_len) - 1
+    meet, clear = (row >= 0) & (col >= 0), (row >= 0) & (col + cols <= col_len)
     if upper is not None:
         meet &= col - row_end <= upper
-        same &= col_end - row <= upper
+        clear &= col_end - row <= upper
     if lower is not None:
         meet &= col_end - row >= lower
-        same &= col - row_end >= lower
-    return visited(meet, same & meet)
+        clear &= col - row_end >= lower
+    return meet, clear
 
 
 def visited(meet: Array, clear: Array) -> Array:

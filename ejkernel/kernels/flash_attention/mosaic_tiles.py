@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.flash_attention.config import MosaicFwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bits import bit_pairs
 from ejkernel.kernels.flash_attention.mosaic_deal import deal
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
-from ejkernel.kernels.flash_attention.mosaic_segments import segment_spans
+from ejkernel.kernels.flash_attention.mosaic_segments import band_pairs, segment_pairs, visited
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster
 
@@ -125,14 +128,32 @@ class Tiles:
 
 
 def packed_table(
-    q_ids: Array, kv_ids: Array, *, cfg: MosaicFwdConfig, band: Band, heads: int, blocks: int, head_group: int
+    ids: tuple[Array, ...],
+    words: Array | None,
+    *,
+    cfg: MosaicFwdConfig,
+    band: Band,
+    batch: int,
+    heads: int,
+    blocks: int,
+    head_group: int,
 ) -> Array:
-    """The table of packed sequences: for each tile its number, its key blocks and those of its strips."""
-    rules = {"cols": cfg.block_kv, "lower": band.lower, "upper": band.upper}
-    rows = cfg.block_q * cfg.cluster
-    tiles = segment_spans(q_ids, kv_ids, rows=rows, **rules)
-    strips = segment_spans(q_ids, kv_ids, rows=WGMMA_ROWS, **rules)
-    batch, count = tiles.shape[:2]
+    """The table where ids or bits decide: each tile's number, its key blocks and those of its strips."""
+
+    def spans(rows: int) -> Array:
+        sizes = {"rows": rows, "cols": cfg.block_kv}
+        pairs = [band_pairs(band.q_len, band.kv_len, lower=band.lower, upper=band.upper, **sizes)]
+        if ids:
+            pairs.append(segment_pairs(*ids, **sizes))
+        if words is not None:
+            some, every = bit_pairs(words, **sizes)
+            count = -(-band.q_len // rows)
+            pairs.append((some[:, :count], every[:, :count]))
+        found = visited(*(functools.reduce(operator.and_, tables) for tables in zip(*pairs, strict=True)))
+        return jnp.broadcast_to(found, (batch, *found.shape[-2:]))
+
+    tiles, strips = spans(cfg.block_q * cfg.cluster), spans(WGMMA_ROWS)
+    count = tiles.shape[1]
     per_tile = cfg.consumers * cfg.cluster
     strips = jnp.pad(strips, ((0, 0), (0, count * per_tile - strips.shape[1]), (0, 0)), mode="edge")
     strips = strips.reshape(batch, count, per_tile, _STRIP)
