@@ -43,6 +43,7 @@ class Case:
     soft_cap: float | None = None
     segments: str = ""
     value_dim: int | None = None
+    mask: str = ""
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -63,6 +64,21 @@ def ids_of(case: Case, seed: int) -> tuple[jax.Array, jax.Array] | tuple[None, N
     if case.segments == "padding":
         q_ids, kv_ids = np.where(q_ids > 2, -1, q_ids), np.where(kv_ids > 2, -2, kv_ids)
     return jnp.asarray(q_ids, jnp.int32), jnp.asarray(kv_ids, jnp.int32)
+
+
+def mask_of(case: Case, seed: int) -> jax.Array | None:
+    """Keys that are `padding`, tiles that are all seen, mixed or not seen at all, or the lower `triangle`."""
+    rng, shape = np.random.default_rng(seed), (case.batch, 1, case.q_len, case.kv_len)
+    if not case.mask:
+        return None
+    if case.mask == "padding":
+        lengths = rng.integers(1, case.kv_len + 1, case.batch)
+        return jnp.asarray((np.arange(case.kv_len) < lengths[:, None])[:, None, None])
+    if case.mask == "triangle":
+        return jnp.tril(jnp.ones(shape[2:], bool))[None, None]
+    share = rng.integers(0, 3, (case.batch, 1, -(-case.q_len // 100), -(-case.kv_len // 100))) / 2
+    share = share.repeat(100, axis=2).repeat(100, axis=3)[:, :, : case.q_len, : case.kv_len]
+    return jnp.asarray(rng.random(shape) < share)
 
 
 CASES = [
@@ -92,10 +108,13 @@ CASES = [
     *(Case(2, q_len, kv_len, 2, 1, 64) for q_len, kv_len in ((197, 197), (1, 77), (511, 129), (130, 1001))),
     *(Case(2, q_len, kv_len, 2, 1, 128, upper=0) for q_len, kv_len in ((197, 197), (1023, 1023), (333, 65))),
     *(Case(3, 397, 397, 4, 2, dim, lower=-77, upper=3, segments="padding") for dim in (72, 128, 256)),
+    *(Case(3, 500, 700, 4, 2, dim, mask=mask) for mask in ("padding", "triangle", "tiles") for dim in (64, 128, 256)),
+    *(Case(2, 600, 600, 2, 2, dim, upper=0, mask=mask) for mask in ("padding", "tiles") for dim in (64, 80, 128)),
+    Case(2, 603, 605, 4, 2, 128, upper=10, segments="runs", mask="tiles"),
 ]
 
 
-def reference(case: Case, ids, q, k, v):
+def reference(case: Case, ids, mask, q, k, v):
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     group = case.heads // case.kv_heads
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
@@ -111,12 +130,14 @@ def reference(case: Case, ids, q, k, v):
     seen = seen[None, None]
     if ids[0] is not None:
         seen = seen & (ids[0][:, None, :, None] == ids[1][:, None, None, :])
+    if mask is not None:
+        seen = seen & mask
     p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
     return jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
 
 
 def cudnn_serves(case: Case) -> bool:
-    plain = case.lower is None and case.soft_cap is None and not case.segments and case.q_len == case.kv_len
+    plain = case.lower is None and case.soft_cap is None and not case.segments + case.mask and case.q_len == case.kv_len
     plain = plain and case.dim == case.dims[1] in (64, 128, 256) and case.q_len % 8 == 0
     return plain and case.upper in (None, 0)
 
@@ -142,7 +163,7 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
         jax.random.normal(*x, jnp.dtype(case.dtype))
         for x in zip(keys[2:], [(*kv_shape, d) for d in case.dims], strict=True)
     )
-    ids = ids_of(case, seed)
+    ids, mask = ids_of(case, seed), mask_of(case, seed)
     options = {
         "lower": case.lower,
         "upper": case.upper,
@@ -153,15 +174,15 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     }
 
     def ours(q, k, v, dout):
-        out, *sums = mosaic.flash_attention_forward(q, k, v, **options)
-        if forward or mosaic_support.unsupported(q, k, v, backward=True) is not None:
+        out, *sums = mosaic.flash_attention_forward(q, k, v, mask=mask, **options)
+        if forward or mask is not None or mosaic_support.unsupported(q, k, v, backward=True) is not None:
             return (out,)
         return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **options)
 
     def gradients(q, k, v, dout):
         if forward:
-            return (reference(case, ids, q, k, v),)
-        want, pull = jax.vjp(lambda *x: reference(case, ids, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
+            return (reference(case, ids, mask, q, k, v),)
+        want, pull = jax.vjp(lambda *x: reference(case, ids, mask, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
         return want, *pull(dout.astype(jnp.float32))
 
     def cudnn(q, k, v, dout):
