@@ -151,7 +151,8 @@ def cudnn(row: Row, q, k, v):
 
 def candidates(row: Row, variants: bool) -> dict[str, Any]:
     full = configs.is_full(row.q_len, row.keys, **row.band)
-    guess = configs.default_forward(*row.dims, full=full, packed=bool(row.segments), q_len=row.q_len)
+    facts = {"full": full, "packed": bool(row.segments), "banded": row.causal, "q_len": row.q_len}
+    guess = configs.default_forward(*row.dims, **facts)
     found: dict[str, Any] = {"ours": functools.partial(ours, row, guess)}
     for fields in row.variants if variants else ():
         name = "ours " + " ".join(f"{key}={value}" for key, value in fields)

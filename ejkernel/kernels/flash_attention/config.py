@@ -125,27 +125,37 @@ def forward_space(head_dim: int, value_dim: int | None = None) -> Iterator[Mosai
 
 
 def default_forward(
-    head_dim: int, value_dim: int | None = None, *, full: bool = False, packed: bool = False, q_len: int | None = None
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    full: bool = False,
+    packed: bool = False,
+    banded: bool = True,
+    q_len: int | None = None,
 ) -> MosaicFwdConfig:
     """Returns the config of an untuned call.
 
-    `full` is what `is_full` says of the call, `packed` whether it has segments, `q_len` how many queries.
+    `full` is what `is_full` says of the call, `packed` whether it has segments or a mask, `banded` whether it is causal
+    or has a window, `q_len` how many queries.
     """
     value_dim = head_dim if value_dim is None else value_dim
     dim = max(head_dim, value_dim)
     if dim <= 64:
+        short = _short(q_len)
         consumers = 2 if packed or _wastes(q_len) else 3
-        return MosaicFwdConfig(consumers=consumers, block_kv=128, stages=3, q_stages=2 if _short(q_len) else 1)
+        # Turns only delay warpgroups that have two or three steps each.
+        turns = banded or packed or not short
+        return MosaicFwdConfig(consumers=consumers, stages=3, ping_pong=turns, q_stages=2 if short else 1)
     if dim <= 128:
-        together = full and not packed
-        return MosaicFwdConfig(
-            consumers=2, block_kv=128, stages=2, ping_pong=not together, cluster=2 if together else 1
-        )
-    for block_kv, share_qo in ((128, False), (128, True), (64, False)):
-        cfg = MosaicFwdConfig(block_kv=block_kv, share_qo=share_qo, ping_pong=block_kv > 64)
+        if full and not packed and dim > 96:
+            return MosaicFwdConfig(ping_pong=False, cluster=2)
+        deep = MosaicFwdConfig(stages=3)
+        return deep if deep.unfit(head_dim, value_dim) is None else MosaicFwdConfig()
+    for block_kv, share_qo in ((128, False), (128, True), (64, False), (64, True)):
+        cfg = MosaicFwdConfig(block_kv=block_kv, share_qo=share_qo, ping_pong=False)
         if cfg.unfit(head_dim, value_dim) is None:
             return cfg
-    return MosaicFwdConfig(consumers=2, block_kv=64, stages=2, share_qo=True, ping_pong=False)
+    return MosaicFwdConfig(consumers=1, block_kv=64, ping_pong=False)
 
 
 def _wastes(q_len: int | None) -> bool:

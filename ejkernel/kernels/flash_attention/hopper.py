@@ -60,10 +60,11 @@ def _not_importable() -> str | None:
 
 def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
     """The guess, then the others."""
-    query, _, value, extras, _ = Attention.of(inv.args, inv.kwargs)
+    query, _, value, extras, rules = Attention.of(inv.args, inv.kwargs)
     dims = query.shape[3], value.shape[3]
     packed = extras.q_segment_ids is not None or extras.mask is not None
-    guess = config.default_forward(*dims, full=_is_full(inv), packed=packed, q_len=query.shape[1])
+    facts = {"full": _is_full(inv), "packed": packed, "banded": (rules.lower, rules.upper) != (None, None)}
+    guess = config.default_forward(*dims, q_len=query.shape[1], **facts)
     return [guess, *config.forward_space(*dims)]
 
 

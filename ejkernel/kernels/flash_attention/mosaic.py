@@ -31,6 +31,7 @@ from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
+_READ_AHEAD = True
 _MIN_HEAD_GROUP = 4  # Fewer heads cannot keep all SMs busy.
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -61,8 +62,8 @@ def flash_attention_forward(
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
     value_dim, packed = v.shape[3], q_segment_ids is not None or mask is not None
-    full = is_full(q_len, kv_len, lower, upper)
-    cfg = cfg or default_forward(head_dim, value_dim, full=full, packed=packed, q_len=q_len)
+    full, banded = is_full(q_len, kv_len, lower, upper), (lower, upper) != (None, None)
+    cfg = cfg or default_forward(head_dim, value_dim, full=full, packed=packed, banded=banded, q_len=q_len)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     ids, words = (), None
@@ -205,6 +206,7 @@ def _kernel(
     wg = lax.axis_index("warpgroup")
     block_kv, stages = cfg.block_kv, cfg.stages
     tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(facts))
+    count = tiles.count
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
@@ -242,7 +244,7 @@ def _kernel(
             lax.fori_loop(1, end - start, rest, None)
             return step + (end - start)
 
-        lax.fori_loop(0, tiles.count, tile, jnp.int32(0))
+        lax.fori_loop(0, count, tile, jnp.int32(0))
         # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
         for free in (k_free, v_free):
             for s in range(stages):
@@ -315,8 +317,13 @@ def _kernel(
             of_block = hidden.of_block(piece.batch, piece.row, (piece.own_end - 1) * block_kv)
             return hidden.of_strip(piece.batch, piece.row), of_block
 
+        def read_tile(i):
+            piece = tiles.strip(i, wg)
+            return piece, first_facts(piece)
+
         def tile(i, carry):
-            step, piece, (of_strip, of_first) = carry
+            step, *read = carry
+            piece, (of_strip, of_first) = read or read_tile(i)
             batch, head, row, start, end, own_start, own_end, clear, clear_end = piece
             skip, q_slot = end - own_end, q_slot_of(i, wg)
 
@@ -401,8 +408,9 @@ def _kernel(
             if not cfg.share_qo:
                 plgpu.barrier_arrive(q_free.at[q_slot])
 
-            # What the next tile needs is read while this one is finished.
-            following = tiles.strip(jnp.minimum(i + 1, tiles.count - 1), wg)
+            following = None
+            if ahead:
+                following = tiles.strip(jnp.minimum(i + 1, count - 1), wg)
             last_slot = slot_of(step + stop - 1)
             plgpu.barrier_wait(v_full.at[last_slot])
 
@@ -417,7 +425,7 @@ def _kernel(
             if tiles.cut_below and tiles.uneven:
                 lax.fori_loop(stop, end - start, drain, None)
 
-            following_facts = first_facts(following)
+            following = () if following is None else (following, first_facts(following))
             l = l.sum(axis=1)
             empty = l == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / l)
@@ -440,9 +448,12 @@ def _kernel(
             if cfg.share_qo:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[q_slot])
-            return step + (end - start), following, following_facts
+            return step + (end - start), *following
 
-        piece = tiles.strip(jnp.int32(0), wg)
-        lax.fori_loop(0, tiles.count, tile, (jnp.int32(0), piece, first_facts(piece)))
+        # Where much is read before a tile can start, it is read while the one before is finished. The registers that
+        # this takes cost more than it gains where a tile's number is all.
+        ahead = _READ_AHEAD and bool(facts)
+        first_read = read_tile(jnp.int32(0)) if ahead else ()
+        lax.fori_loop(0, count, tile, (jnp.int32(0), *first_read))
         pl.when(wg == 0)(take_turn)
         plgpu.wait_smem_to_gmem(0)

@@ -21,7 +21,7 @@ def deal(steps: Array, *, heads: int, blocks: int, head_group: int) -> tuple[Arr
     group = _divisor(heads, head_group)
     batches = _divisor(batch, head_group // heads) if group == heads else 1
     entries = batches * rows
-    order = jnp.argsort(steps.reshape(-1, entries), axis=1, descending=True).astype(jnp.int32)
+    order = jnp.argsort(-steps.reshape(-1, entries), axis=1).astype(jnp.int32)
     count = batch * heads * rows
     blocks = min(blocks, count)
     turn = jnp.arange(-(-count // blocks), dtype=jnp.int32)[None, :]

@@ -51,15 +51,20 @@ def band_pairs(
 
 
 def visited(meet: Array, clear: Array) -> Array:
-    """Returns `start, clear, clear_end, end` along the last axis of two tables of pairs of tiles.
+    """Returns `start, clear, clear_end, end` of two tables of pairs of tiles, in a last axis; at least one block."""
+    start, clear_start, clear_end, end = extents(meet, clear)
+    return jnp.stack([start, clear_start, clear_end, jnp.maximum(end, start + 1)], axis=-1)
 
-    Tiles are `clear` only if all between the first and the last clear one are.
+
+def extents(meet: Array, clear: Array) -> tuple[Array, Array, Array, Array]:
+    """The same four, all 0 where nothing meets.
+
+    Tiles count as `clear` only if all between the first and the last clear one are.
     """
     start, end, _ = _extent(meet)
-    end = jnp.maximum(end, start + 1)
     clear_start, clear_end, count = _extent(clear)
     whole = (count > 0) & (count == clear_end - clear_start)
-    return jnp.stack([start, jnp.where(whole, clear_start, end), jnp.where(whole, clear_end, end), end], axis=-1)
+    return start, jnp.where(whole, clear_start, end), jnp.where(whole, clear_end, end), end
 
 
 def _extent(pairs: Array) -> tuple[Array, Array, Array]:
@@ -73,5 +78,7 @@ def _extent(pairs: Array) -> tuple[Array, Array, Array]:
 def _ranges(ids: Array, block: int) -> tuple[Array, Array]:
     """The least and the largest id of each block; the last block may be shorter."""
     missing = -ids.shape[1] % block
-    blocks = jnp.pad(ids, ((0, 0), (0, missing)), mode="edge").reshape(ids.shape[0], -1, block)
+    if missing:
+        ids = jnp.concatenate([ids, jnp.broadcast_to(ids[:, -1:], (ids.shape[0], missing))], axis=1)
+    blocks = ids.reshape(ids.shape[0], -1, block)
     return blocks.min(axis=2), blocks.max(axis=2)

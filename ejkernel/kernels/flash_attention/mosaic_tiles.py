@@ -15,7 +15,7 @@ from ejkernel.kernels.flash_attention.config import MosaicFwdConfig
 from ejkernel.kernels.flash_attention.mosaic_bits import bit_pairs
 from ejkernel.kernels.flash_attention.mosaic_deal import deal
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
-from ejkernel.kernels.flash_attention.mosaic_segments import band_pairs, segment_pairs, visited
+from ejkernel.kernels.flash_attention.mosaic_segments import band_pairs, extents, segment_pairs
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster
 
@@ -139,30 +139,23 @@ def packed_table(
     head_group: int,
 ) -> Array:
     """The table where ids or bits decide: each tile's number, its key blocks and those of its strips."""
-
-    def spans(rows: int) -> Array:
-        sizes = {"rows": rows, "cols": cfg.block_kv}
-        pairs = [band_pairs(band.q_len, band.kv_len, lower=band.lower, upper=band.upper, **sizes)]
-        if ids:
-            pairs.append(segment_pairs(*ids, **sizes))
-        if words is not None:
-            some, every = bit_pairs(words, **sizes)
-            count = -(-band.q_len // rows)
-            pairs.append((some[:, :count], every[:, :count]))
-        found = visited(*(functools.reduce(operator.and_, tables) for tables in zip(*pairs, strict=True)))
-        return jnp.broadcast_to(found, (batch, *found.shape[-2:]))
-
-    tiles, strips = spans(cfg.block_q * cfg.cluster), spans(WGMMA_ROWS)
-    count = tiles.shape[1]
     per_tile = cfg.consumers * cfg.cluster
-    strips = jnp.pad(strips, ((0, 0), (0, count * per_tile - strips.shape[1]), (0, 0)), mode="edge")
-    strips = strips.reshape(batch, count, per_tile, _STRIP)
-    start, end = tiles[:, :, :1], tiles[:, :, 3:]
+    count = -(-band.q_len // (per_tile * WGMMA_ROWS))
+    strips = _strips(ids, words, cfg.block_kv, band)
+    missing = count * per_tile - strips[0].shape[1]
+    own_start, clear, clear_end, own_end = (
+        jnp.broadcast_to(jnp.pad(x, ((0, 0), (0, missing))), (batch, count * per_tile)).reshape(batch, count, per_tile)
+        for x in strips
+    )
+    # Strip by strip: XLA makes a kernel of every sum, and there are two or three strips.
+    end = functools.reduce(jnp.maximum, (own_end[:, :, n : n + 1] for n in range(per_tile)), 1)
+    first = jnp.where(own_end > 0, own_start, end - 1)
+    start = functools.reduce(jnp.minimum, (first[:, :, n : n + 1] for n in range(per_tile)))
     # A strip that sees nothing visits a block all the same, one of its tile's.
-    own_start = jnp.clip(strips[..., 0], start, end - 1)
-    own_end = jnp.clip(strips[..., 3], own_start + 1, end)
-    clear = jnp.clip(strips[..., 1], own_start, own_end)
-    clear_end = jnp.clip(strips[..., 2], clear, own_end)
+    own_start = jnp.clip(own_start, start, end - 1)
+    own_end = jnp.clip(own_end, own_start + 1, end)
+    clear = jnp.clip(clear, own_start, own_end)
+    clear_end = jnp.clip(clear_end, clear, own_end)
     strips = jnp.stack([own_start, clear, clear_end, own_end], axis=-1).reshape(batch, count, -1)
     facts = jnp.concatenate([start, end, strips], axis=-1).reshape(batch * count, -1)
     if cfg.schedule == "grid":
@@ -171,3 +164,15 @@ def packed_table(
     places = numbers // (count * heads) * count + numbers % count
     lines = jnp.concatenate([numbers[..., None], facts[places]], axis=-1)
     return jnp.concatenate([counts[:, None], lines.reshape(counts.shape[0], -1)], axis=1)
+
+
+def _strips(ids: tuple[Array, ...], words: Array | None, block_kv: int, band: Band) -> tuple[Array, ...]:
+    """`start, clear, clear_end, end` of every 64 queries, 0 where they see nothing."""
+    sizes = {"rows": WGMMA_ROWS, "cols": block_kv}
+    pairs = [band_pairs(band.q_len, band.kv_len, lower=band.lower, upper=band.upper, **sizes)]
+    if ids:
+        pairs.append(segment_pairs(*ids, **sizes))
+    if words is not None:
+        count = -(-band.q_len // WGMMA_ROWS)
+        pairs.append(tuple(x[:, :count] for x in bit_pairs(words, **sizes)))
+    return extents(*(functools.reduce(operator.and_, tables) for tables in zip(*pairs, strict=True)))
