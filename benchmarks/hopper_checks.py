@@ -18,6 +18,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,26 +115,28 @@ CASES = [
 ]
 
 
-def reference(case: Case, ids, mask, q, k, v):
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+def reference(case: Case, ids, mask, q, k, v, xp: Any = jnp):
+    """Attention in the precision of its arguments, by JAX or, with `xp=np`, by NumPy."""
+    exact = {"precision": "highest"} if xp is jnp else {"optimize": True}
     group = case.heads // case.kv_heads
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * case.dim**-0.5
+    k, v = xp.repeat(k, group, axis=2), xp.repeat(v, group, axis=2)
+    s = xp.einsum("bqhd,bkhd->bhqk", q, k, **exact) * case.dim**-0.5
     if case.soft_cap is not None:
-        s = case.soft_cap * jnp.tanh(s / case.soft_cap)
-    distance = jnp.arange(case.kv_len)[None] - jnp.arange(case.q_len)[:, None]
-    seen = jnp.ones((case.q_len, case.kv_len), bool)
+        s = case.soft_cap * xp.tanh(s / case.soft_cap)
+    distance = np.arange(case.kv_len)[None] - np.arange(case.q_len)[:, None]
+    seen = np.ones((1, 1, case.q_len, case.kv_len), bool)
     if case.lower is not None:
-        seen &= distance >= case.lower
+        seen = seen & (distance >= case.lower)
     if case.upper is not None:
-        seen &= distance <= case.upper
-    seen = seen[None, None]
+        seen = seen & (distance <= case.upper)
     if ids[0] is not None:
-        seen = seen & (ids[0][:, None, :, None] == ids[1][:, None, None, :])
+        seen = seen & (np.asarray(ids[0])[:, None, :, None] == np.asarray(ids[1])[:, None, None, :])
     if mask is not None:
-        seen = seen & mask
-    p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
-    return jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
+        seen = seen & np.asarray(mask)
+    s = xp.where(seen, s, -1e30)
+    p = xp.exp(s - s.max(axis=-1, keepdims=True)) * seen
+    total = p.sum(axis=-1, keepdims=True)
+    return xp.einsum("bhqk,bkhd->bqhd", p / xp.where(total == 0, 1, total), v, **exact)
 
 
 def cudnn_serves(case: Case) -> bool:
@@ -153,18 +156,13 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     Compiling may happen in any thread, running may not: cuDNN's first run fails, or takes the process along, when
     another thread waits for the device at that moment.
     """
-    keys = jax.random.split(jax.random.key(seed), 4)
+    rng = np.random.default_rng(seed)
     shape, kv_shape = (case.batch, case.q_len, case.heads), (case.batch, case.kv_len, case.kv_heads)
-    q, dout = (
-        jax.random.normal(*x, jnp.dtype(case.dtype))
-        for x in zip(keys[:2], [(*shape, d) for d in case.dims], strict=True)
-    )
-    k, v = (
-        jax.random.normal(*x, jnp.dtype(case.dtype))
-        for x in zip(keys[2:], [(*kv_shape, d) for d in case.dims], strict=True)
-    )
+    (dim, value_dim), dtype = case.dims, jnp.dtype(case.dtype)
+    shapes = (*shape, dim), (*kv_shape, dim), (*kv_shape, value_dim), (*shape, value_dim)
+    q, k, v, dout = (jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
     ids, mask = ids_of(case, seed), mask_of(case, seed)
-    options = {
+    rules = {
         "lower": case.lower,
         "upper": case.upper,
         "soft_cap": case.soft_cap,
@@ -174,14 +172,12 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     }
 
     def ours(q, k, v, dout):
-        out, *sums = mosaic.flash_attention_forward(q, k, v, mask=mask, **options)
+        out, *sums = mosaic.flash_attention_forward(q, k, v, mask=mask, **rules)
         if forward or mask is not None or mosaic_support.unsupported(q, k, v, backward=True) is not None:
             return (out,)
-        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **options)
+        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **rules)
 
     def gradients(q, k, v, dout):
-        if forward:
-            return (reference(case, ids, mask, q, k, v),)
         want, pull = jax.vjp(lambda *x: reference(case, ids, mask, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
         return want, *pull(dout.astype(jnp.float32))
 
@@ -191,11 +187,14 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
         return out, *pull(dout)
 
     args = (q, k, v, dout)
-    compiled = [
-        jax.jit(ours).lower(*args).compile(),
+    compiled: list[Any] = [jax.jit(ours).lower(*args).compile()]
+    if forward:
+        wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+        compiled.append(lambda *_: (reference(case, ids, mask, *wide, xp=np),))
+    else:
         # Tuning the float32 products of a reference that runs once would take longer than all the rest.
-        jax.jit(gradients, compiler_options={"xla_gpu_autotune_level": 0}).lower(*args).compile(),
-    ]
+        options = {"xla_gpu_autotune_level": 0}
+        compiled.append(jax.jit(gradients, compiler_options=options).lower(*args).compile())
     if cudnn_serves(case) and not interpret and not forward:
         compiled.append(jax.jit(cudnn).lower(*args).compile())
 
