@@ -118,8 +118,10 @@ def forward_space(head_dim: int, value_dim: int | None = None) -> Iterator[Mosai
             ping_pong=ping_pong,
             q_stages=q_stages,
         )
-        # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise.
+        # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise; a second Q tile helps where
+        # tiles are short, and those of 128 keys are the fastest of them.
         needless = share_qo and dataclasses.replace(cfg, share_qo=False).unfit(head_dim, value_dim) is None
+        needless |= q_stages > 1 and (share_qo or block_kv != 128)
         if not needless and cfg.unfit(head_dim, value_dim) is None:
             yield cfg
 
