@@ -37,7 +37,7 @@ CASES = {
         case("192 and 128", 72, 128, 192, value_dim=128, causal=True),
         case("96", 128, 72, 96, causal="lower_right"),
         case("72 and 40, odd lengths", 133, 77, 72, value_dim=40, sliding_window=(30, 5)),
-        case("odd lengths, sinks apart", 197, 65, 64, kv_heads=2, logits_soft_cap=5.0),
+        case("odd lengths, soft cap", 197, 65, 64, kv_heads=2, logits_soft_cap=5.0),
         case("one query", 1, 100, 128),
         case("packed", 200, 200, 64, cum_seqlens_q=ends(0, 50, 60, 170), causal=True),
         case("segments, sorted", 200, 140, 64, causal=True, **PACKED),
