@@ -33,7 +33,10 @@ from ejkernel.kernels.flash_attention import mosaic
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A call; `segments` are the lengths of packed sequences, `window` how many keys before itself a query sees."""
+    """A call; `segments` are the lengths of packed sequences, `window` how many keys before itself a query sees.
+
+    `mask` is a boolean mask beside that: `triangle`, in place of causal, or `padding`, of no key.
+    """
 
     kind: str
     batch: int
@@ -47,6 +50,7 @@ class Row:
     window: int | None = None
     soft_cap: float | None = None
     segments: tuple[int, ...] = ()
+    mask: str = ""
     variants: tuple[tuple[tuple[str, Any], ...], ...] = ()
 
     @property
@@ -81,6 +85,7 @@ class Row:
         more = f" window {self.window}" if self.window else ""
         more += f" cap {self.soft_cap:g}" if self.soft_cap else ""
         more += f" {len(self.segments)} segments" if self.segments else ""
+        more += f", mask: {self.mask}" if self.mask else ""
         return f"{self.batch} x {length} {heads} {dims} {'causal' if self.causal else 'full'}{more}"
 
 
@@ -124,6 +129,8 @@ ROWS = [
     Row("dims", 4, 4096, 16, 16, 96),
     Row("dims", 4, 4096, 16, 16, 80),
     Row("dims", 4, 4096, 16, 16, 72),
+    Row("masks", 4, 4096, 16, 16, 128, mask="triangle"),
+    Row("masks", 4, 4096, 16, 16, 128, mask="padding"),
     Row("windows", 2, 8192, 32, 8, 128, window=4095),
     Row("windows", 2, 8192, 32, 8, 128, window=511),
     Row("cap", 2, 4096, 8, 4, 256, soft_cap=50.0),
@@ -147,11 +154,17 @@ def inputs(row: Row, seed: int) -> tuple[jax.Array, ...]:
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
     if row.segments:
         arrays.append(jnp.asarray(np.repeat(np.arange(len(row.segments)), row.segments)[None], jnp.int32))
+    if row.mask == "triangle":
+        arrays.append(jnp.tril(jnp.ones((1, 1, row.q_len, row.keys), bool)))
+    elif row.mask:
+        arrays.append(jnp.ones((row.batch, 1, 1, row.keys), bool))
     return tuple(arrays)
 
 
-def ours(row: Row, cfg, q, k, v, ids=None):
-    rules = row.band | {"soft_cap": row.soft_cap, "q_segment_ids": ids, "kv_segment_ids": ids}
+def ours(row: Row, cfg, q, k, v, extra=None):
+    band = {"upper": None, "lower": None} if row.mask == "triangle" else row.band
+    ids, mask = (None, extra) if row.mask else (extra, None)
+    rules = band | {"soft_cap": row.soft_cap, "q_segment_ids": ids, "kv_segment_ids": ids, "mask": mask}
     return mosaic.flash_attention_forward(q, k, v, cfg=cfg, **rules)[0]
 
 
@@ -162,14 +175,14 @@ def cudnn(row: Row, q, k, v):
 
 def candidates(row: Row, variants: bool) -> dict[str, Any]:
     full = configs.is_full(row.q_len, row.keys, **row.band)
-    facts = {"full": full, "packed": bool(row.segments), "banded": row.causal, "q_len": row.q_len}
+    facts = {"full": full, "packed": bool(row.segments + tuple(row.mask)), "banded": row.causal, "q_len": row.q_len}
     guess = configs.default_forward(*row.dims, **facts)
     found: dict[str, Any] = {"ours": functools.partial(ours, row, guess)}
     for fields in row.variants if variants else ():
         name = "ours " + " ".join(f"{key}={value}" for key, value in fields)
         found[name] = functools.partial(ours, row, dataclasses.replace(guess, **dict(fields)))
     # JAX aligns causal masks to the first key, so it has no call for queries at the end.
-    if not row.segments and row.soft_cap is None and row.dim == row.dims[1] and row.kv_len is None:
+    if not row.segments and not row.mask and row.soft_cap is None and row.dim == row.dims[1] and row.kv_len is None:
         found["cuDNN"] = functools.partial(cudnn, row)
     elif row.kv_len is not None:
         found["cuDNN, all keys"] = functools.partial(cudnn, dataclasses.replace(row, causal=False))
