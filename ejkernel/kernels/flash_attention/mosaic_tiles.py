@@ -174,5 +174,6 @@ def _strips(ids: tuple[Array, ...], words: Array | None, block_kv: int, band: Ba
         pairs.append(segment_pairs(*ids, **sizes))
     if words is not None:
         count = -(-band.q_len // WGMMA_ROWS)
-        pairs.append(tuple(x[:, :count] for x in bit_pairs(words, **sizes)))
+        some, every = bit_pairs(words, **sizes)
+        pairs.append((some[:, :count], every[:, :count]))
     return extents(*(functools.reduce(operator.and_, tables) for tables in zip(*pairs, strict=True)))
