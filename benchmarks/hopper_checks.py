@@ -1,4 +1,4 @@
-"""Checks our Hopper attention kernels on small and awkward shapes: every mask, both dtypes, all head dims.
+"""Checks our Hopper attention kernels on small and awkward shapes: every mask, both dtypes, many head dims and lengths.
 
     python benchmarks/hopper_checks.py
     NPROC=12 JAX_PLATFORMS=cpu python benchmarks/hopper_checks.py --interpret
@@ -18,6 +18,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,44 @@ class Case:
     lower: int | None = None
     upper: int | None = None
     soft_cap: float | None = None
-    segments: bool = False
+    segments: str = ""
+    value_dim: int | None = None
+    mask: str = ""
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.dim, self.dim if self.value_dim is None else self.value_dim
+
+
+def ids_of(case: Case, seed: int) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Ids of queries and keys: `sorted`, with `padding` that sees nothing at the end, in `runs` or in no order."""
+    rng, length = np.random.default_rng(seed), max(case.q_len, case.kv_len)
+    if not case.segments:
+        return None, None
+    ids = rng.integers(0, 5, (case.batch, length))
+    if case.segments in ("sorted", "padding"):
+        ids.sort()
+    if case.segments == "runs":
+        ids = rng.integers(0, 4, (case.batch, -(-length // 40))).repeat(40, axis=1)[:, :length]
+    q_ids, kv_ids = ids[:, : case.q_len], ids[:, : case.kv_len]
+    if case.segments == "padding":
+        q_ids, kv_ids = np.where(q_ids > 2, -1, q_ids), np.where(kv_ids > 2, -2, kv_ids)
+    return jnp.asarray(q_ids, jnp.int32), jnp.asarray(kv_ids, jnp.int32)
+
+
+def mask_of(case: Case, seed: int) -> jax.Array | None:
+    """Keys that are `padding`, tiles that are all seen, mixed or not seen at all, or the lower `triangle`."""
+    rng, shape = np.random.default_rng(seed), (case.batch, 1, case.q_len, case.kv_len)
+    if not case.mask:
+        return None
+    if case.mask == "padding":
+        lengths = rng.integers(1, case.kv_len + 1, case.batch)
+        return jnp.asarray((np.arange(case.kv_len) < lengths[:, None])[:, None, None])
+    if case.mask == "triangle":
+        return jnp.tril(jnp.ones(shape[2:], bool))[None, None]
+    share = rng.integers(0, 3, (case.batch, 1, -(-case.q_len // 100), -(-case.kv_len // 100))) / 2
+    share = share.repeat(100, axis=2).repeat(100, axis=3)[:, :, : case.q_len, : case.kv_len]
+    return jnp.asarray(rng.random(shape) < share)
 
 
 CASES = [
@@ -49,37 +87,61 @@ CASES = [
     *(Case(2, 512, 512, 4, 2, dim, dtype, upper=0) for dim in (64, 128, 256) for dtype in ("bfloat16", "float16")),
     *(Case(1, 1024, 1024, 4, 1, dim, lower=-300, upper=0) for dim in (64, 128, 256)),
     *(Case(1, 640, 640, 2, 2, dim, upper=0, soft_cap=20.0) for dim in (64, 128, 256)),
-    *(Case(2, 768, 768, 2, 1, dim, upper=0, segments=True) for dim in (64, 128, 256)),
+    *(Case(2, 768, 768, 2, 1, dim, upper=0, segments="sorted") for dim in (64, 128, 256)),
     *(Case(2, 712, 712, 2, 2, dim, upper=0) for dim in (64, 128, 256)),
     *(Case(1, 600, 600, 2, 1, dim) for dim in (64, 128, 256)),
     *(Case(1, 328, 1000, 2, 1, dim, upper=672) for dim in (64, 128, 256)),
     *(Case(1, 1000, 328, 2, 1, dim, upper=-100) for dim in (64, 128, 256)),
-    *(Case(1, 504, 504, 2, 1, dim, lower=-33, upper=17, segments=True, soft_cap=30.0) for dim in (64, 128, 256)),
+    *(Case(1, 504, 504, 2, 1, dim, lower=-33, upper=17, segments="sorted", soft_cap=30.0) for dim in (64, 128, 256)),
+    *(
+        Case(2, 700, 700, 4, 2, dim, upper=upper, segments=kind)
+        for kind in ("sorted", "padding", "runs", "any")
+        for dim, upper in ((64, None), (128, 0), (256, 0))
+    ),
+    *(Case(1, 2048, 2048, 2, 1, dim, lower=-200, upper=0, segments="sorted") for dim in (64, 128)),
+    *(Case(2, 640, 400, 4, 2, dim, upper=30, segments="runs", value_dim=64) for dim in (64, 192)),
+    *(
+        Case(2, 520, 520, 4, 2, dim, upper=0, value_dim=value_dim)
+        for dim, value_dim in ((192, 128), (96, 96), (80, 80), (72, 72), (160, 160), (192, 192), (112, 112), (48, 48))
+    ),
+    *(Case(2, 392, 520, 2, 1, dim, "float16", value_dim=v) for dim, v in ((128, 256), (256, 64), (40, 104), (8, 24))),
+    *(Case(1, 300, 300, 2, 1, dim, upper=0, soft_cap=20.0) for dim in (88, 136, 224, 248)),
+    *(Case(2, q_len, kv_len, 2, 1, 64) for q_len, kv_len in ((197, 197), (1, 77), (511, 129), (130, 1001))),
+    *(Case(2, q_len, kv_len, 2, 1, 128, upper=0) for q_len, kv_len in ((197, 197), (1023, 1023), (333, 65))),
+    *(Case(3, 397, 397, 4, 2, dim, lower=-77, upper=3, segments="padding") for dim in (72, 128, 256)),
+    *(Case(3, 500, 700, 4, 2, dim, mask=mask) for mask in ("padding", "triangle", "tiles") for dim in (64, 128, 256)),
+    *(Case(2, 600, 600, 2, 2, dim, upper=0, mask=mask) for mask in ("padding", "tiles") for dim in (64, 80, 128)),
+    Case(2, 603, 605, 4, 2, 128, upper=10, segments="runs", mask="tiles"),
 ]
 
 
-def reference(case: Case, ids, q, k, v):
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+def reference(case: Case, ids, mask, q, k, v, xp: Any = jnp):
+    """Attention in the precision of its arguments, by JAX or, with `xp=np`, by NumPy."""
+    exact = {"precision": "highest"} if xp is jnp else {"optimize": True}
     group = case.heads // case.kv_heads
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * case.dim**-0.5
+    k, v = xp.repeat(k, group, axis=2), xp.repeat(v, group, axis=2)
+    s = xp.einsum("bqhd,bkhd->bhqk", q, k, **exact) * case.dim**-0.5
     if case.soft_cap is not None:
-        s = case.soft_cap * jnp.tanh(s / case.soft_cap)
-    distance = jnp.arange(case.kv_len)[None] - jnp.arange(case.q_len)[:, None]
-    seen = jnp.ones((case.q_len, case.kv_len), bool)
+        s = case.soft_cap * xp.tanh(s / case.soft_cap)
+    distance = np.arange(case.kv_len)[None] - np.arange(case.q_len)[:, None]
+    seen = np.ones((1, 1, case.q_len, case.kv_len), bool)
     if case.lower is not None:
-        seen &= distance >= case.lower
+        seen = seen & (distance >= case.lower)
     if case.upper is not None:
-        seen &= distance <= case.upper
-    seen = seen[None, None]
-    if ids is not None:
-        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
-    p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
-    return jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
+        seen = seen & (distance <= case.upper)
+    if ids[0] is not None:
+        seen = seen & (np.asarray(ids[0])[:, None, :, None] == np.asarray(ids[1])[:, None, None, :])
+    if mask is not None:
+        seen = seen & np.asarray(mask)
+    s = xp.where(seen, s, -1e30)
+    p = xp.exp(s - s.max(axis=-1, keepdims=True)) * seen
+    total = p.sum(axis=-1, keepdims=True)
+    return xp.einsum("bhqk,bkhd->bqhd", p / xp.where(total == 0, 1, total), v, **exact)
 
 
 def cudnn_serves(case: Case) -> bool:
-    plain = case.lower is None and case.soft_cap is None and not case.segments and case.q_len == case.kv_len
+    plain = case.lower is None and case.soft_cap is None and not case.segments + case.mask and case.q_len == case.kv_len
+    plain = plain and case.dim == case.dims[1] in (64, 128, 256) and case.q_len % 8 == 0
     return plain and case.upper in (None, 0)
 
 
@@ -88,34 +150,35 @@ def relative(out, ref) -> float:
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
 
 
-def build(case: Case, seed: int, interpret=None) -> Callable[[], tuple[bool, str]]:
+def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Callable[[], tuple[bool, str]]:
     """Compiles all that a case needs; what is returned runs and compares.
 
     Compiling may happen in any thread, running may not: cuDNN's first run fails, or takes the process along, when
     another thread waits for the device at that moment.
     """
-    keys = jax.random.split(jax.random.key(seed), 6)
+    rng = np.random.default_rng(seed)
     shape, kv_shape = (case.batch, case.q_len, case.heads), (case.batch, case.kv_len, case.kv_heads)
-    q, dout = (jax.random.normal(key, (*shape, case.dim), jnp.dtype(case.dtype)) for key in keys[:2])
-    k, v = (jax.random.normal(key, (*kv_shape, case.dim), jnp.dtype(case.dtype)) for key in keys[2:4])
-    ids = jnp.sort(jax.random.randint(keys[4], (case.batch, case.q_len), 0, 4)) if case.segments else None
-    options = {
+    (dim, value_dim), dtype = case.dims, jnp.dtype(case.dtype)
+    shapes = (*shape, dim), (*kv_shape, dim), (*kv_shape, value_dim), (*shape, value_dim)
+    q, k, v, dout = (jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
+    ids, mask = ids_of(case, seed), mask_of(case, seed)
+    rules = {
         "lower": case.lower,
         "upper": case.upper,
         "soft_cap": case.soft_cap,
-        "q_segment_ids": ids,
-        "kv_segment_ids": ids,
+        "q_segment_ids": ids[0],
+        "kv_segment_ids": ids[1],
         "interpret": interpret,
     }
 
     def ours(q, k, v, dout):
-        out, *sums = mosaic.flash_attention_forward(q, k, v, **options)
-        if mosaic_support.unsupported_backward(case.dim) is not None:
+        out, *sums = mosaic.flash_attention_forward(q, k, v, mask=mask, **rules)
+        if forward or mask is not None or mosaic_support.unsupported(q, k, v, backward=True) is not None:
             return (out,)
-        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **options)
+        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **rules)
 
     def gradients(q, k, v, dout):
-        want, pull = jax.vjp(lambda *x: reference(case, ids, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
+        want, pull = jax.vjp(lambda *x: reference(case, ids, mask, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
         return want, *pull(dout.astype(jnp.float32))
 
     def cudnn(q, k, v, dout):
@@ -124,12 +187,15 @@ def build(case: Case, seed: int, interpret=None) -> Callable[[], tuple[bool, str
         return out, *pull(dout)
 
     args = (q, k, v, dout)
-    compiled = [
-        jax.jit(ours).lower(*args).compile(),
+    compiled: list[Any] = [jax.jit(ours).lower(*args).compile()]
+    if forward:
+        wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+        compiled.append(lambda *_: (reference(case, ids, mask, *wide, xp=np),))
+    else:
         # Tuning the float32 products of a reference that runs once would take longer than all the rest.
-        jax.jit(gradients, compiler_options={"xla_gpu_autotune_level": 0}).lower(*args).compile(),
-    ]
-    if cudnn_serves(case) and not interpret:
+        options = {"xla_gpu_autotune_level": 0}
+        compiled.append(jax.jit(gradients, compiler_options=options).lower(*args).compile())
+    if cudnn_serves(case) and not interpret and not forward:
         compiled.append(jax.jit(cudnn).lower(*args).compile())
 
     def check() -> tuple[bool, str]:
@@ -171,6 +237,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--threads", type=int, default=14, help="that compile")
     parser.add_argument("--interpret", action="store_true")
+    parser.add_argument("--forward", action="store_true", help="no gradients")
     options = parser.parse_args()
     interpret = None
     if options.interpret:
@@ -180,7 +247,7 @@ def main() -> None:
     seed, lines, failed = time.time_ns() % 2**31, [], 0
     # Most of the time goes into compiling; the interpreter keeps its state in one place.
     with concurrent.futures.ThreadPoolExecutor(1 if interpret else options.threads) as pool:
-        jobs = {i: pool.submit(build, CASES[i], seed + i, interpret) for i in picked}
+        jobs = {i: pool.submit(build, CASES[i], seed + i, interpret, options.forward) for i in picked}
         concurrent.futures.wait(jobs.values())
         for i, job in jobs.items():
             try:

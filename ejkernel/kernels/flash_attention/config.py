@@ -36,6 +36,7 @@ class MosaicFwdConfig:
       share_qo: Whether the output is stored through the memory of Q, which makes room for larger tiles but delays the
         next tile's Q until the store has read it.
       cluster: Blocks, of neighbouring tiles, that load K and V together.
+      q_stages: Tiles of Q in flight; two load the next tile's Q while this one is computed, which short tiles need.
     """
 
     consumers: int = 2
@@ -46,6 +47,7 @@ class MosaicFwdConfig:
     ping_pong: bool = True
     share_qo: bool = False
     cluster: int = 1
+    q_stages: int = 1
 
     @property
     def block_q(self) -> int:
@@ -59,19 +61,21 @@ class MosaicFwdConfig:
     def producer_registers(self) -> int:
         return PRODUCER_REGISTERS[self.consumers]
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block: Q and O tiles, the K and V rings, the rows of log-sum-exp and its error."""
-        q_and_o = (1 if self.share_qo else 2) * self.block_q * head_dim * 2
-        rings = 2 * self.stages * self.block_kv * head_dim * 2
+        qk, v = in_memory(head_dim), in_memory(head_dim if value_dim is None else value_dim)
+        q_and_o = self.block_q * (self.q_stages * qk + (0 if self.share_qo else v)) * 2
+        rings = self.stages * self.block_kv * (qk + v) * 2
         return q_and_o + rings + 2 * self.block_q * 4 + BARRIER_BYTES
 
-    def live_registers(self, head_dim: int) -> int:
+    def live_registers(self, value_dim: int) -> int:
         """The most registers that a consumer thread holds: scores, weights, output, and some 24 for the rest."""
-        scores, weights, output = self.block_kv // 2, self.block_kv // 4, head_dim // 2
+        scores, weights, output = self.block_kv // 2, self.block_kv // 4, in_memory(value_dim) // 2
         return scores + weights + output + 24
 
-    def unfit(self, head_dim: int) -> str | None:
-        """Says why this config cannot run at `head_dim`, or `None` if it can."""
+    def unfit(self, head_dim: int, value_dim: int | None = None) -> str | None:
+        """Says why this config cannot run at these dims, or `None` if it can."""
+        value_dim = head_dim if value_dim is None else value_dim
         if self.consumers not in (1, 2, 3):
             return f"consumers must be 1, 2 or 3, got {self.consumers}"
         if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
@@ -80,7 +84,17 @@ class MosaicFwdConfig:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
-        return unfit_block(self.smem_bytes(head_dim), self.live_registers(head_dim), self.consumers)
+        if self.q_stages not in (1, 2):
+            return f"q_stages must be 1 or 2, got {self.q_stages}"
+        if self.share_qo and head_dim != value_dim and (value_dim % 64 or value_dim > head_dim):
+            return f"an output of {value_dim} columns cannot lie in the memory of {head_dim} columns of Q"
+        smem = self.smem_bytes(head_dim, value_dim)
+        return unfit_block(smem, self.live_registers(value_dim), self.consumers)
+
+
+def in_memory(dim: int) -> int:
+    """How many columns `dim` columns take in shared memory: whole groups of 16."""
+    return -(-dim // 16) * 16
 
 
 def is_full(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bool:
@@ -88,34 +102,72 @@ def is_full(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bo
     return lower is None and upper is None and q_len % 256 == 0 and kv_len % 256 == 0
 
 
-def forward_space(head_dim: int) -> Iterator[MosaicFwdConfig]:
-    """Yields the forward configs that fit the chip at `head_dim`.
+def forward_space(head_dim: int, value_dim: int | None = None) -> Iterator[MosaicFwdConfig]:
+    """Yields the forward configs that fit the chip at these dims.
 
     A plain grid was slower wherever it was measured, and clusters wherever a mask makes their blocks unequal. Where
     clusters were faster, `default_forward` uses them.
     """
-    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False))
-    for consumers, block_kv, stages, share_qo, ping_pong in axes:
+    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False), (1, 2))
+    for consumers, block_kv, stages, share_qo, ping_pong, q_stages in axes:
         cfg = MosaicFwdConfig(
             consumers=consumers,
             block_kv=block_kv,
             stages=stages,
             share_qo=share_qo,
             ping_pong=ping_pong,
+            q_stages=q_stages,
         )
-        # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise.
-        needless = share_qo and dataclasses.replace(cfg, share_qo=False).unfit(head_dim) is None
-        if not needless and cfg.unfit(head_dim) is None:
+        # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise; a second Q tile helps where
+        # tiles are short, and those of 128 keys are the fastest of them.
+        needless = share_qo and dataclasses.replace(cfg, share_qo=False).unfit(head_dim, value_dim) is None
+        needless |= q_stages > 1 and (share_qo or block_kv != 128)
+        if not needless and cfg.unfit(head_dim, value_dim) is None:
             yield cfg
 
 
-def default_forward(head_dim: int, *, full: bool = False) -> MosaicFwdConfig:
-    """Returns the config of an untuned call; `full` is what `is_full` says of the call."""
-    if head_dim <= 64:
-        return MosaicFwdConfig(consumers=3, block_kv=128, stages=3)
-    if head_dim <= 128:
-        return MosaicFwdConfig(consumers=2, block_kv=128, stages=2, ping_pong=not full, cluster=2 if full else 1)
-    return MosaicFwdConfig(consumers=2, block_kv=64, stages=2, share_qo=True, ping_pong=False)
+def default_forward(
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    full: bool = False,
+    packed: bool = False,
+    banded: bool = True,
+    q_len: int | None = None,
+) -> MosaicFwdConfig:
+    """Returns the config of an untuned call.
+
+    `full` is what `is_full` says of the call, `packed` whether it has segments or a mask, `banded` whether it is causal
+    or has a window, `q_len` how many queries.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    dim = max(head_dim, value_dim)
+    if dim <= 64:
+        short = _short(q_len)
+        consumers = 2 if packed or _wastes(q_len) else 3
+        # Turns only delay warpgroups that have two or three steps each.
+        turns = banded or packed or not short
+        return MosaicFwdConfig(consumers=consumers, stages=3, ping_pong=turns, q_stages=2 if short else 1)
+    if dim <= 128:
+        if full and not packed and dim > 96:
+            return MosaicFwdConfig(ping_pong=False, cluster=2)
+        deep = MosaicFwdConfig(stages=3)
+        return deep if deep.unfit(head_dim, value_dim) is None else MosaicFwdConfig()
+    for block_kv, share_qo in ((128, False), (128, True), (64, False), (64, True)):
+        cfg = MosaicFwdConfig(block_kv=block_kv, share_qo=share_qo, ping_pong=False)
+        if cfg.unfit(head_dim, value_dim) is None:
+            return cfg
+    return MosaicFwdConfig(consumers=1, block_kv=64, ping_pong=False)
+
+
+def _wastes(q_len: int | None) -> bool:
+    """Whether three warpgroups would compute a tenth more rows that do not exist than two would."""
+    return q_len is not None and -(-q_len // 192) * 192 > 1.1 * (-(-q_len // 128) * 128)
+
+
+def _short(q_len: int | None) -> bool:
+    """Whether tiles are so short that loading the next Q should not wait for the end of this one."""
+    return q_len is not None and q_len <= 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,9 +22,11 @@ Array = jax.Array
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why the Hopper kernels do not support a call; None if they do."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
-    for name in ("bias", "mask", "q_positions", "dropout_seed"):
+    for name in ("bias", "q_positions", "dropout_seed", *(("mask",) if backward else ())):
         if getattr(extras, name) is not None:
             return f"this kernel takes no {name}"
+    if (reason := _unsupported_mask(extras)) is not None:
+        return reason
     if not rules.normalize or rules.logits_dtype != "float32" or rules.precision is not None:
         return "this kernel normalises its output, keeps logits in float32 and has one precision"
     if 0 in (query.size, key.size):
@@ -32,6 +34,19 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     capability = ".".join(map(str, compute_capability()))
     facts = {"backward": backward, "scale": rules.scale, "compute_capability": capability}
     return unsupported_arrays(query, key, value, **facts) or _not_importable()
+
+
+def _unsupported_mask(extras: Extras) -> str | None:
+    mask = extras.mask
+    if mask is None:
+        return None
+    if mask.shape[1] > 1:
+        return f"this kernel takes no mask per head, got shape {list(mask.shape)}"
+    if 1 in mask.shape[2:] and extras.q_segment_ids is not None:
+        return (
+            "this kernel takes either segments or a mask that is the same for all queries or keys; use segments alone"
+        )
+    return None
 
 
 def _not_importable() -> str | None:
@@ -45,8 +60,12 @@ def _not_importable() -> str | None:
 
 def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
     """The guess, then the others."""
-    head_dim = inv.args[0].shape[3]
-    return [config.default_forward(head_dim, full=_is_full(inv)), *config.forward_space(head_dim)]
+    query, _, value, extras, rules = Attention.of(inv.args, inv.kwargs)
+    dims = query.shape[3], value.shape[3]
+    packed = extras.q_segment_ids is not None or extras.mask is not None
+    facts = {"full": _is_full(inv), "packed": packed, "banded": (rules.lower, rules.upper) != (None, None)}
+    guess = config.default_forward(*dims, q_len=query.shape[1], **facts)
+    return [guess, *config.forward_space(*dims)]
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
@@ -66,7 +85,7 @@ def forward(
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     from ejkernel.kernels.flash_attention.mosaic import flash_attention_forward
 
-    out, *sums = flash_attention_forward(query, key, value, cfg=params, **_rules(extras, rules))
+    out, *sums = flash_attention_forward(query, key, value, mask=extras.mask, cfg=params, **_rules(extras, rules))
     return masks.with_sinks(out, _scaled(masks.LogSum(*sums), 1.0 / _to_base_2(rules)), extras.softmax_aux)
 
 

@@ -17,20 +17,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, default_forward, is_full
+from ejkernel.kernels.flash_attention.mosaic_bits import packed_bits
+from ejkernel.kernels.flash_attention.mosaic_columns import Columns, columns
+from ejkernel.kernels.flash_attention.mosaic_hide import Mask
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
+from ejkernel.kernels.flash_attention.mosaic_tiles import Tiles, packed_table
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
-from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.cluster import shared_barrier
+from ejkernel.kernels.hopper.launch import launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
+_READ_AHEAD = True
 _MIN_HEAD_GROUP = 4  # Fewer heads cannot keep all SMs busy.
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_COLS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def flash_attention_forward(
@@ -44,57 +47,66 @@ def flash_attention_forward(
     soft_cap: float | None = None,
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
     cfg: MosaicFwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns attention output `[B, T, H, D]`, the log-sum-exp `[B, H, T]` in units of log2 and its rounding error.
 
     `lower` and `upper` bound `key - query`; `upper=0` is causal. With segment ids (`[B, T]`, `[B, S]`) a query sees the
-    keys of its own segment only. A row that sees no key gives zeros and a log-sum-exp of +inf, so that its weights
-    vanish in the backward pass. `mosaic_support.unsupported` says which calls are supported; nothing is checked here.
+    keys of its own segment only. A `mask` `[B or 1, 1, T or 1, S or 1]` is True where a query sees a key; one that is
+    the same for all queries, or all keys, cannot be combined with segment ids. A row that sees no key gives zeros and a
+    log-sum-exp of +inf, so that its weights vanish in the backward pass. `mosaic_support.unsupported` says which calls
+    are supported; nothing is checked here.
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
-    cfg = cfg or default_forward(head_dim, full=is_full(q_len, kv_len, lower, upper))
+    value_dim, packed = v.shape[3], q_segment_ids is not None or mask is not None
+    full, banded = is_full(q_len, kv_len, lower, upper), (lower, upper) != (None, None)
+    cfg = cfg or default_forward(head_dim, value_dim, full=full, packed=packed, banded=banded, q_len=q_len)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
-    table = tile_table(
-        heads=batch * heads,
-        steps=band.steps(cfg.block_q * cfg.cluster, cfg.block_kv),
-        blocks=SMS // cfg.cluster,
-        head_group=cfg.head_group or _head_group(k, heads // kv_heads, band),
-        persistent=cfg.schedule == "persistent",
-    )
+    ids, words = (), None
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        ids = q_segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
+    if mask is not None and 1 in mask.shape[2:]:
+        ids = ids_of_mask(mask, batch, q_len, kv_len)
+    elif mask is not None:
+        words = packed_bits(mask[:, 0], rows=cfg.block_q * cfg.cluster, cols=cfg.block_kv)
+    table = _table(cfg, band, ids, words, batch, heads, _head_group(k, heads // kv_heads, band))
+    lengths = (q_len, kv_len)
+    layout = columns(head_dim, value_dim, lengths=lengths, share_qo=cfg.share_qo, interpret=bool(interpret))
     body = functools.partial(
         _kernel,
         cfg=cfg,
+        layout=layout,
         band=band,
         scale=factor,
         soft_cap=soft_cap,
         group=heads // kv_heads,
         mma=MatrixUnit(bool(interpret)),
+        has_ids=bool(ids),
     )
-    segments = ()
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        segments = (
-            padded(q_segment_ids.astype(jnp.int32), cfg.block_q * cfg.cluster, -1),
-            padded(kv_segment_ids.astype(jnp.int32), cfg.block_kv, -2),
-        )
+    facts = ()
+    if ids:
+        facts = padded(ids[0], cfg.block_q * cfg.cluster, -1), padded(ids[1], cfg.block_kv, -2)
+    if words is not None:
+        facts = (*facts, words)
     # Rows of log-sum-exp are copied without a check of bounds: there must be whole blocks of them.
     lse_shape = (batch, heads, q_len + -q_len % (cfg.block_q * cfg.cluster))
-    q_tile = (cfg.consumers, WGMMA_ROWS, head_dim)
-    kv_tile = (cfg.stages, cfg.block_kv, head_dim)
+    q_tiles = cfg.q_stages * cfg.consumers
+    o_tile, kv_tile = (cfg.consumers, WGMMA_ROWS), (cfg.stages, cfg.block_kv)
     scratch: dict[str, Any] = {
-        "q_smem": swizzled(q_tile, q.dtype),
-        "o_smem": None if cfg.share_qo else swizzled(q_tile, q.dtype),
-        "k_smem": swizzled(kv_tile, k.dtype),
-        "v_smem": swizzled(kv_tile, v.dtype),
+        "q_smem": layout.memory(layout.qk, (q_tiles, WGMMA_ROWS), q.dtype),
+        "o_smem": None if cfg.share_qo else layout.memory(layout.o, o_tile, q.dtype),
+        "k_smem": layout.memory(layout.qk, kv_tile, k.dtype),
+        "v_smem": layout.memory(layout.v, kv_tile, v.dtype),
         "lse_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
         "rest_smem": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
-        "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
-        "k_full": plgpu.Barrier(num_barriers=cfg.stages),
-        "v_full": plgpu.Barrier(num_barriers=cfg.stages),
+        "q_full": plgpu.Barrier(num_barriers=q_tiles, num_arrivals=len(layout.qk)),
+        "q_free": plgpu.Barrier(num_barriers=q_tiles),
+        "k_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=len(layout.qk)),
+        "v_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=len(layout.v)),
         "k_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "v_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "turn": plgpu.Barrier(num_barriers=cfg.consumers),
@@ -102,8 +114,8 @@ def flash_attention_forward(
     row = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     out, lse, rest = launch(
         body,
-        *(q, k, v, jnp.asarray(table), *segments),
-        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), row, row),
+        *(q, k, v, table, *facts),
+        out_type=(jax.ShapeDtypeStruct((batch, q_len, heads, value_dim), q.dtype), row, row),
         blocks=table.shape[0],
         cluster=cfg.cluster,
         consumers=cfg.consumers,
@@ -117,6 +129,38 @@ def padded(rows: jax.Array, block: int, value: float) -> jax.Array:
     """Lengthens the last axis to whole blocks: vectors along it are read without a check of bounds."""
     missing = -rows.shape[-1] % block
     return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, missing),), constant_values=value) if missing else rows
+
+
+def _table(
+    cfg: MosaicFwdConfig,
+    band: Band,
+    ids: tuple[jax.Array, ...],
+    words: jax.Array | None,
+    batch: int,
+    heads: int,
+    head_group: int,
+) -> jax.Array:
+    """Which block runs which tiles: known now, or only by the device if ids of segments or a mask decide it."""
+    blocks, head_group = SMS // cfg.cluster, cfg.head_group or head_group
+    if ids or words is not None:
+        rules = {"cfg": cfg, "band": band, "batch": batch, "heads": heads}
+        return packed_table(ids, words, blocks=blocks, head_group=head_group, **rules)
+    table = tile_table(
+        heads=batch * heads,
+        steps=band.steps(cfg.block_q * cfg.cluster, cfg.block_kv),
+        blocks=blocks,
+        head_group=head_group,
+        persistent=cfg.schedule == "persistent",
+    )
+    return jnp.asarray(table)
+
+
+def ids_of_mask(mask: jax.Array, batch: int, q_len: int, kv_len: int) -> tuple[jax.Array, jax.Array]:
+    """Ids of segments for a mask that is the same for all queries, or for all keys: one segment of what is seen."""
+    line = lambda x, length: jnp.broadcast_to(x, (batch, length))
+    if mask.shape[2] == 1:
+        return jnp.zeros((batch, q_len), jnp.int32), line(jnp.where(mask[:, 0, 0], 0, 1), kv_len).astype(jnp.int32)
+    return line(jnp.where(mask[:, 0, :, 0], 0, 1), q_len).astype(jnp.int32), jnp.zeros((batch, kv_len), jnp.int32)
 
 
 def _head_group(k: jax.Array, group: int, band: Band) -> int:
@@ -135,11 +179,13 @@ def _kernel(
     table_ref,
     *refs: Any,
     cfg: MosaicFwdConfig,
+    layout: Columns,
     band: Band,
     scale: float,
     soft_cap: float | None,
     group: int,
     mma: MatrixUnit,
+    has_ids: bool,
     q_smem,
     o_smem,
     k_smem,
@@ -154,26 +200,19 @@ def _kernel(
     v_free,
     turn,
 ):
-    *segment_refs, o_ref, lse_ref, rest_ref = refs
-    block = lax.axis_index("block")
+    *facts, o_ref, lse_ref, rest_ref = refs
+    ids, words = (tuple(facts[:2]), facts[2:]) if has_ids else ((), facts)
+    hidden = Mask(band=band, block_kv=cfg.block_kv, ids=ids, words=words[0] if words else None)
     wg = lax.axis_index("warpgroup")
-    tiles = table_ref[block, 0]
-    heads, head_dim = q_ref.shape[2], q_ref.shape[3]
-    block_q = cfg.block_q * cfg.cluster
-    rows_per_head = -(-band.q_len // block_q)
     block_kv, stages = cfg.block_kv, cfg.stages
-
-    def decode(i):
-        """Returns batch, head, first query row, first and last key block of the block's tile `i`."""
-        tile = table_ref[block, i + 1]
-        flat = lax.div(tile, jnp.int32(rows_per_head))
-        row = lax.rem(tile, jnp.int32(rows_per_head)) * block_q
-        start, end = band.blocks(row, block_q, block_kv)
-        row = row + place_in_cluster(cfg.cluster) * cfg.block_q
-        return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end
+    tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(facts))
+    count = tiles.count
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
+
+    def q_slot_of(i, consumer):
+        return consumer + lax.rem(i, jnp.int32(cfg.q_stages)) * cfg.consumers if cfg.q_stages > 1 else consumer
 
     @pl.when(wg == cfg.consumers)
     def _produce():
@@ -182,17 +221,20 @@ def _kernel(
         def load(ref, smem, full, free, batch, kv_head, kv_block, step):
             slot = slot_of(step)
             plgpu.barrier_wait(free.at[slot])
-            rows = pl.ds(kv_block * block_kv, block_kv)
-            shared_load(cfg.cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+            rows = ref.at[batch, pl.ds(kv_block * block_kv, block_kv), kv_head]
+            for piece, memory in zip(layout.qk if ref is k_ref else layout.v, smem, strict=True):
+                layout.load(rows, memory, slot, piece, full.at[slot], cfg.cluster)
 
         def tile(i, step):
-            batch, head, row, start, end = decode(i)
+            batch, head, row, start, end, *_ = tiles.tile(i)
             kv_head = lax.div(head, jnp.int32(group))
             load(k_ref, k_smem, k_full, k_free, batch, kv_head, end - 1, step)
             for c in range(cfg.consumers):
-                plgpu.barrier_wait(q_free.at[c])
-                rows = pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS)
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_smem.at[c], q_full.at[c])
+                q_slot = q_slot_of(i, c)
+                plgpu.barrier_wait(q_free.at[q_slot])
+                rows = q_ref.at[batch, pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS), head]
+                for piece, memory in zip(layout.qk, q_smem, strict=True):
+                    layout.load(rows, memory, q_slot, piece, q_full.at[q_slot])
             load(v_ref, v_smem, v_full, v_free, batch, kv_head, end - 1, step)
 
             def rest(s, _):
@@ -202,21 +244,23 @@ def _kernel(
             lax.fori_loop(1, end - start, rest, None)
             return step + (end - start)
 
-        lax.fori_loop(0, tiles, tile, jnp.int32(0))
+        lax.fori_loop(0, count, tile, jnp.int32(0))
         # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
         for free in (k_free, v_free):
             for s in range(stages):
                 plgpu.barrier_wait(free.at[s])
-        for c in range(cfg.consumers):
+        for c in range(q_free.shape[0]):
             plgpu.barrier_wait(q_free.at[c])
 
     @pl.when(wg < cfg.consumers)
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
-        q_tile, lse_tile, rest_tile = q_smem.at[wg], lse_smem.at[wg], rest_smem.at[wg]
-        o_tile = q_tile if cfg.share_qo else o_smem.at[wg]
+        lse_tile, rest_tile = lse_smem.at[wg], rest_smem.at[wg]
+        o_memory = q_smem[: len(layout.o)] if cfg.share_qo else o_smem
+        o_shapes = tuple((WGMMA_ROWS, piece.width) for piece in layout.v)
         # Every buffer starts free, and the first turn belongs to the first warpgroup.
-        plgpu.barrier_arrive(q_free.at[wg])
+        for s in range(cfg.q_stages):
+            plgpu.barrier_arrive(q_free.at[wg + s * cfg.consumers])
         for s in range(stages):
             plgpu.barrier_arrive(k_free.at[s])
             plgpu.barrier_arrive(v_free.at[s])
@@ -232,48 +276,34 @@ def _kernel(
             if cfg.ping_pong:
                 plgpu.barrier_arrive(turn.at[next_wg])
 
+        def multiply_scores(acc, q_slot, slot):
+            for q_part, k_part in zip(q_smem, k_smem, strict=True):
+                mma.multiply(acc, layout.operand(q_part, q_slot), layout.operand(k_part, slot), b_t=True)
+
+        def start_from(accs, values):
+            for acc, value in zip(accs, values, strict=True):
+                mma.start_from(acc, value)
+
+        def multiply_values(accs, p, slot):
+            for acc, v_part in zip(accs, v_smem, strict=True):
+                mma.multiply(acc, p, layout.operand(v_part, slot))
+
         exponent_scale = _LOG2E if soft_cap is not None else scale * _LOG2E
 
         def capped(s):
             return s if soft_cap is None else soft_cap * jnp.tanh(s * (scale / soft_cap))
 
-        def masked(s, batch, row, col):
-            cols = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            # The position of row 0 of the strip, in columns of this block; the bounds are vectors, two registers per
-            # thread.
-            rows = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_ROWS) + (row - col)
-
-            def bound(offset):
-                return lax.broadcast_in_dim(rows + offset, s.shape, [0])
-
-            if band.upper is not None:
-                s = jnp.where(cols <= bound(band.upper), s, -jnp.inf)
-            if band.lower is not None:
-                s = jnp.where(cols >= bound(band.lower), s, -jnp.inf)
-            if band.kv_len % block_kv:
-                s = jnp.where(cols < band.kv_len - col, s, -jnp.inf)
-            if segment_refs:
-                q_ids = load_with_layout(
-                    segment_refs[0].at[batch, pl.ds(row, WGMMA_ROWS)], layout=_ROWS, optimized=False
-                )
-                kv_ids = load_with_layout(
-                    segment_refs[1].at[batch, pl.ds(col, block_kv)], layout=_COLS, optimized=False
-                )
-                same = lax.broadcast_in_dim(q_ids, s.shape, [0]) == lax.broadcast_in_dim(kv_ids, s.shape, [1])
-                s = jnp.where(same, s, -jnp.inf)
-            return s
-
-        def softmax(s, m, l, batch, row, col, mask: bool):
+        def softmax(s, m, l, hide):
             """Returns weights, the new maximum, the new partial sums, and the scale for the old output.
 
             The maximum is kept as a rounded exponent: the log-sum-exp must use exactly the number that was subtracted.
             """
             s = capped(s)
-            if mask:
-                s = masked(s, batch, row, col)
+            if hide is not None:
+                s = hide(s)
             m_new = jnp.maximum(m, s.max(axis=1) * exponent_scale)
             # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
-            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if mask else m_new
+            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if hide is not None else m_new
             p = jnp.exp2(s * exponent_scale - lax.broadcast_in_dim(shift, s.shape, [0]))
             alpha = jnp.exp2(m - shift)
             # Sums are kept per column of a quad until the end, so that the loop needs no additions across lanes.
@@ -282,13 +312,20 @@ def _kernel(
                 l = l + p[:, c : c + 8]
             return p, m_new, l, alpha
 
-        def tile(i, step):
-            batch, head, row, start, end = decode(i)
-            row = row + wg * WGMMA_ROWS
-            own_start, own_end = band.blocks(row, WGMMA_ROWS, block_kv)
-            own_end = jnp.minimum(own_end, end)
-            own_start = jnp.minimum(own_start, own_end - 1)
-            skip = end - own_end
+        def first_facts(piece):
+            """Loads what hides keys from a strip, and from it in its first block."""
+            of_block = hidden.of_block(piece.batch, piece.row, (piece.own_end - 1) * block_kv)
+            return hidden.of_strip(piece.batch, piece.row), of_block
+
+        def read_tile(i):
+            piece = tiles.strip(i, wg)
+            return piece, first_facts(piece)
+
+        def tile(i, carry):
+            step, *read = carry
+            piece, (of_strip, of_first) = read or read_tile(i)
+            batch, head, row, start, end, own_start, own_end, clear, clear_end = piece
+            skip, q_slot = end - own_end, q_slot_of(i, wg)
 
             def drain(s, _):
                 """Waits for and releases a key block that this warpgroup does not need."""
@@ -299,20 +336,17 @@ def _kernel(
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.barrier_arrive(free.at[slot])
 
-            banded = band.lower is not None or band.upper is not None
-            needs_mask = banded or band.kv_len % block_kv != 0 or bool(segment_refs)
-            uneven = banded and cfg.consumers * cfg.cluster > 1
-            if uneven:
+            if tiles.uneven:
                 lax.fori_loop(0, skip, drain, None)
 
             stop = end - own_start
-            plgpu.barrier_wait(q_full.at[wg])
+            plgpu.barrier_wait(q_full.at[q_slot])
             first_slot = slot_of(step + skip)
             plgpu.barrier_wait(k_full.at[first_slot])
 
             def first(s_acc):
                 take_turn()
-                mma.multiply(s_acc, q_tile, k_smem.at[first_slot], b_t=True)
+                multiply_scores(s_acc, q_slot, first_slot)
                 pass_turn()
                 return mma.result(s_acc)
 
@@ -320,94 +354,106 @@ def _kernel(
             plgpu.barrier_arrive(k_free.at[first_slot])
             m = layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), _ROWS)
             l = layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
-            o = layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-            p, m, l, _ = softmax(s, m, l, batch, row, (own_end - 1) * block_kv, needs_mask)
+            o = tuple(layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA) for shape in o_shapes)
+            col = (own_end - 1) * block_kv
+            hide = lambda s: hidden.hide(s, row, col, of_strip, of_first)
+            p, m, l, _ = softmax(s, m, l, hide if hidden.needed else None)
             p = p.astype(v_ref.dtype)
             take_turn()
 
             def advance(s, carry, mask: bool):
                 o, m, l, p = carry
                 slot, last_slot = slot_of(step + s), slot_of(step + s - 1)
+                col, hide = (end - 1 - s) * block_kv, None
+                if mask:
+                    # Early, so that it arrives while the scores are computed.
+                    of_block = hidden.of_block(batch, row, col)
+                    hide = lambda s: hidden.hide(s, row, col, of_strip, of_block)
                 plgpu.barrier_wait(k_full.at[slot])
 
-                def products(s_acc, o_acc):
-                    mma.start_from(o_acc, o)
-                    mma.multiply(s_acc, q_tile, k_smem.at[slot], b_t=True)
+                def products(s_acc, *o_accs: Any):
+                    start_from(o_accs, o)
+                    multiply_scores(s_acc, q_slot, slot)
                     plgpu.barrier_wait(v_full.at[last_slot])
-                    mma.multiply(o_acc, p, v_smem.at[last_slot])
+                    multiply_values(o_accs, p, last_slot)
                     pass_turn()
-                    scores = mma.result(s_acc, in_flight=1)
+                    scores = mma.result(s_acc, in_flight=len(o_accs))
                     plgpu.barrier_arrive(k_free.at[slot])
-                    p_new, m_new, l_new, alpha = softmax(scores, m, l, batch, row, (end - 1 - s) * block_kv, mask)
+                    p_new, m_new, l_new, alpha = softmax(scores, m, l, hide)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
                     # Waiting for the turn here, and not just before the next products, also keeps ptxas (CUDA 13.0)
                     # from moving the wait for the output product up into the softmax: it does not move it over a
                     # branch.
                     take_turn()
-                    o_new = mma.result(o_acc)
+                    o_new = tuple(map(mma.result, o_accs))
                     plgpu.barrier_arrive(v_free.at[last_slot])
-                    o_new = o_new * lax.broadcast_in_dim(alpha, o_new.shape, [0])
+                    o_new = tuple(x * lax.broadcast_in_dim(alpha, x.shape, [0]) for x in o_new)
                     return o_new, m_new, l_new, p_new.astype(v_ref.dtype)
 
-                return mma.scoped(products, (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim))
+                return mma.scoped(products, (WGMMA_ROWS, block_kv), *o_shapes)
 
             # Steps count from the last key block of the whole tile. The block on the diagonal was the first; with an
             # edge that cuts blocks at another place, more of them need the mask.
             done, carry = skip + 1, (o, m, l, p)
             masked_step = functools.partial(advance, mask=True)
-            if band.upper is not None and band.upper % WGMMA_ROWS:
-                clear_end = lax.div(jnp.clip(row + (band.upper + 1), 0, band.kv_len), jnp.int32(block_kv))
-                clear = jnp.clip(end - clear_end, done, stop)
-                carry = lax.fori_loop(done, clear, masked_step, carry)
-                done = clear
-            clear = stop
-            if band.lower is not None:
-                clear_start = lax.div(
-                    jnp.maximum(row + (WGMMA_ROWS - 1 + band.lower), 0) + (block_kv - 1), jnp.int32(block_kv)
-                )
-                clear = jnp.clip(end - clear_start, done, stop)
-            carry = lax.fori_loop(done, clear, functools.partial(advance, mask=bool(segment_refs)), carry)
-            if band.lower is not None:
-                carry = lax.fori_loop(clear, stop, masked_step, carry)
+            if tiles.cut_above:
+                first_clear = jnp.clip(end - clear_end, done, stop)
+                carry = lax.fori_loop(done, first_clear, masked_step, carry)
+                done = first_clear
+            last_clear = jnp.clip(end - clear, done, stop) if tiles.cut_below else stop
+            carry = lax.fori_loop(done, last_clear, functools.partial(advance, mask=False), carry)
+            if tiles.cut_below:
+                carry = lax.fori_loop(last_clear, stop, masked_step, carry)
             o, m, l, p = carry
             if not cfg.share_qo:
-                plgpu.barrier_arrive(q_free.at[wg])
+                plgpu.barrier_arrive(q_free.at[q_slot])
 
+            following = None
+            if ahead:
+                following = tiles.strip(jnp.minimum(i + 1, count - 1), wg)
             last_slot = slot_of(step + stop - 1)
             plgpu.barrier_wait(v_full.at[last_slot])
 
-            def last(o_acc):
-                mma.start_from(o_acc, o)
-                mma.multiply(o_acc, p, v_smem.at[last_slot])
+            def last(*o_accs: Any):
+                start_from(o_accs, o)
+                multiply_values(o_accs, p, last_slot)
                 pass_turn()
-                return mma.result(o_acc)
+                return tuple(map(mma.result, o_accs))
 
-            o = mma.scoped(last, (WGMMA_ROWS, head_dim))
+            o = mma.scoped(last, *o_shapes)
             plgpu.barrier_arrive(v_free.at[last_slot])
-            if band.lower is not None and uneven:
+            if tiles.cut_below and tiles.uneven:
                 lax.fori_loop(stop, end - start, drain, None)
 
+            following = () if following is None else (following, first_facts(following))
             l = l.sum(axis=1)
             empty = l == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / l)
             log = jnp.log2(l)
             lse = jnp.where(empty, jnp.inf, m + log)
             rest = jnp.where(empty, 0.0, (m - lse) + log)
-            o = o * lax.broadcast_in_dim(inverse, o.shape, [0])
+            o_slot = q_slot if cfg.share_qo else wg
+            o = tuple((x * lax.broadcast_in_dim(inverse, x.shape, [0])).astype(o_ref.dtype) for x in o)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_tile[...] = o.astype(o_ref.dtype)
+            for memory, value in zip(o_memory, layout.stored(o), strict=True):
+                layout.operand(memory, o_slot)[...] = value
             lse_tile[...] = lse
             rest_tile[...] = rest
             plgpu.commit_smem()
             rows = pl.ds(row, WGMMA_ROWS)
-            plgpu.copy_smem_to_gmem(o_tile, o_ref.at[batch, rows, head])
+            for piece, memory in zip(layout.o, o_memory, strict=True):
+                layout.store(memory, o_slot, piece, o_ref.at[batch, rows, head])
             plgpu.copy_smem_to_gmem(lse_tile, lse_ref.at[batch, head, rows])
             plgpu.copy_smem_to_gmem(rest_tile, rest_ref.at[batch, head, rows])
             if cfg.share_qo:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free.at[wg])
-            return step + (end - start)
+                plgpu.barrier_arrive(q_free.at[q_slot])
+            return step + (end - start), *following
 
-        lax.fori_loop(0, tiles, tile, jnp.int32(0))
+        # Where much is read before a tile can start, it is read while the one before is finished. The registers that
+        # this takes cost more than it gains where a tile's number is all.
+        ahead = _READ_AHEAD and bool(facts)
+        first_read = read_tile(jnp.int32(0)) if ahead else ()
+        lax.fori_loop(0, count, tile, (jnp.int32(0), *first_read))
         pl.when(wg == 0)(take_turn)
         plgpu.wait_smem_to_gmem(0)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from ejkernel._compat import mosaic_kernels_take_refs
 from ejkernel.kernels.flash_attention.config import default_backward, default_forward
 
-_HEAD_DIMS = (64, 128, 256)
+_MAX_DIM = 256
+_BACKWARD_DIMS = (64, 128, 256)
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -30,22 +31,32 @@ def unsupported(
         return f"written for Hopper (compute capability 9.0), this device has {compute_capability}"
     if any(x.ndim != 4 for x in (q, k, v)):
         return f"q, k and v must be [batch, length, heads, dim], got {q.shape}, {k.shape}, {v.shape}"
-    batch, q_len, heads, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim:
-        return f"k and v must have one shape, and q's batch and dim, got {q.shape}, {k.shape}, {v.shape}"
-    if head_dim not in _HEAD_DIMS:
-        return f"head dim must be 64, 128 or 256, got {head_dim}"
+    batch, _, heads, head_dim = q.shape
+    value_dim = v.shape[3]
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != batch or k.shape[3] != head_dim:
+        return f"k must have q's batch and dim, v k's batch, length and heads, got {q.shape}, {k.shape}, {v.shape}"
+    if any(dim % 8 or not 8 <= dim <= _MAX_DIM for dim in (head_dim, value_dim)):
+        return f"head dims must be multiples of 8 (rows of 16 bytes) up to {_MAX_DIM}, got {head_dim} and {value_dim}"
     if heads % k.shape[2]:
         return f"{heads} query heads cannot share {k.shape[2]} key heads evenly"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in _DTYPES:
         return f"q, k and v must all be bfloat16 or all float16, got {q.dtype}, {k.dtype}, {v.dtype}"
-    if q_len % 8 or k.shape[1] % 8:
-        return f"lengths must be multiples of 8 (the rows of a memory tile), got {q_len} and {k.shape[1]}"
     if scale is not None and scale <= 0:
         return f"scale must be positive, got {scale}"
-    if (reason := default_forward(head_dim).unfit(head_dim)) is not None:
+    if (reason := default_forward(head_dim, value_dim).unfit(head_dim, value_dim)) is not None:
         return reason
-    return unsupported_backward(head_dim) if backward else None
+    return _unsupported_backward_arrays(q, k, v) if backward else None
+
+
+def _unsupported_backward_arrays(
+    q: jax.Array | jax.ShapeDtypeStruct, k: jax.Array | jax.ShapeDtypeStruct, v: jax.Array | jax.ShapeDtypeStruct
+) -> str | None:
+    q_len, kv_len, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    if head_dim != value_dim or head_dim not in _BACKWARD_DIMS:
+        return f"no backward pass at head dims {head_dim} and {value_dim}, only at 64, 128 and 256 for both"
+    if q_len % 8 or kv_len % 8:
+        return f"the backward pass needs lengths that are multiples of 8 (rows of a tile), got {q_len} and {kv_len}"
+    return unsupported_backward(head_dim)
 
 
 def unsupported_backward(head_dim: int) -> str | None:

@@ -13,9 +13,15 @@ from ejkernel.kernels.hopper.cluster import cluster_options
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # What the matrix units read, in 16 bits.
 
 
+def swizzle_of(columns: int) -> tuple[Any, Any]:
+    """Returns the tiling and the widest swizzle for this many columns of 16-bit elements, a multiple of 16."""
+    width = next(width for width in (64, 32, 16) if columns % width == 0)
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+
+
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns shared memory for tiles of 16-bit elements that the matrix units read."""
-    return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
+    return plgpu.SMEM(shape, dtype, transforms=swizzle_of(shape[-1]))
 
 
 def launch(

@@ -108,9 +108,9 @@ def test_cudnn_operations_have_the_signatures_of_this_jax(rules):
 def fake_hopper(monkeypatch):
     """Stands in for the Hopper kernels, with their signatures and their logarithms to base 2."""
 
-    def forward(q, k, v, *, q_segment_ids, kv_segment_ids, cfg=None, **rules):
+    def forward(q, k, v, *, q_segment_ids, kv_segment_ids, mask=None, cfg=None, **rules):
         rules = Rules(**rules)
-        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, mask=mask)
         out, sums = xla.forward(q, k, v, extras, rules)
         return out, sums.lse / jnp.log(2.0), sums.rest / jnp.log(2.0)
 
@@ -254,7 +254,9 @@ def test_guess_on_hopper_is_what_measured_faster(monkeypatch):
 def test_guess_on_hopper_is_one_that_can_serve():
     assert guess(logits_soft_cap=2.0).platform == "mosaic"
     assert guess(aux=jnp.zeros(2)).platform == "mosaic"
-    assert guess(head_dim=80, logits_soft_cap=2.0).platform == "triton"
+    assert guess(head_dim=80, logits_soft_cap=2.0).platform == "mosaic"
+    assert guess(head_dim=84, logits_soft_cap=2.0).platform == "triton"
+    assert guess(attention_mask=jnp.ones((1, 1, 1, 256), bool)).platform == "mosaic"
     assert guess(dropout_prob=0.1, dropout_seed=1).platform == "triton"
     assert guess(dtype=jnp.float32).platform == "triton"
     assert guess(bias=jnp.zeros((256, 256))).platform in ("mosaic", "triton", "xla")
@@ -348,13 +350,20 @@ def test_candidates_on_hopper_span_the_implementations(head_dim):
 def test_hopper_says_why_not(monkeypatch):
     x = jnp.zeros((1, 256, 2, 128), jnp.bfloat16)
 
-    def why(capability="9.0", bias=None, **rules):
+    def why(capability="9.0", bias=None, **more):
         monkeypatch.setattr(Hopper, "compute_capability", capability)
         kernel = FlashAttention()
-        inv = Invocation(kernel=kernel, args=(x, x, x, bias, None), kwargs={"rules": Rules(scale=1.0, **rules)})
+        arrays = {name: more.pop(name) for name in list(more) if name in Extras._fields}
+        kwargs = arrays | {"rules": Rules(scale=1.0, **more)}
+        inv = Invocation(kernel=kernel, args=(x, x, x, bias, None), kwargs=kwargs)
         return kernel.backend("mosaic").refusal(inv, backward=False, interpret=False)
 
     assert why() is None
+    assert why(mask=jnp.ones((1, 1, 256, 256), bool)) is None
+    assert "per head" in why(mask=jnp.ones((1, 2, 256, 256), bool))
+    ids = jnp.zeros((1, 256), jnp.int32)
+    packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
+    assert "segments alone" in why(mask=jnp.ones((1, 1, 1, 256), bool), **packed)
     assert "bias" in why(bias=x)
     assert "one precision" in why(precision="highest")
     assert "9.0" in why(capability="8.0")
