@@ -78,13 +78,13 @@ def test_agrees_with_jax(row):
     check(row)
 
 
-def check(row):
+def check(row, slack=1):
     args, kwargs = call_of(row)
     # In float32: JAX rounds weights to 16 bits, we do not.
     wide = [x.astype(jnp.float32) if floating(x) else x for x in args]
     want = outputs(theirs, wide, kwargs)
     got = outputs(dot_product_attention, args, kwargs)
-    tolerance = {"float32": 2e-5, "float16": 6e-3, "bfloat16": 5e-2}[row["dtype"]]
+    tolerance = slack * {"float32": 2e-5, "float16": 6e-3, "bfloat16": 5e-2}[row["dtype"]]
     assert got.keys() == want.keys()
     for name, other in want.items():
         ours = got[name]
@@ -100,7 +100,8 @@ def check(row):
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_agrees_with_jax_on_a_gpu(number):
     with jax.default_matmul_precision("highest"):
-        check({**ROWS[number], "dtype": "bfloat16" if number % 2 else "float16", "axes": 4})
+        # Kernels round weights to 16 bits, as JAX does there.
+        check({**ROWS[number], "dtype": "bfloat16" if number % 2 else "float16", "axes": 4}, slack=2)
 
 
 def test_dtypes_are_those_of_jax():
