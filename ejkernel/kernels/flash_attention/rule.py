@@ -58,18 +58,26 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("window", lambda f: f.banded, 1.12, at="2x8192x32/8x128, windows 4096 and 512"),
-    Kind("all keys, at most 256", lambda f: f.full and f.kv_len <= 256, 0.67, at="64x256x16x64"),
+    Kind("window", lambda f: f.banded, 1.09, at="the least of windows 4095 and 511, 2x8192x32/8x128"),
+    Kind("head dim 97 to 127", lambda f: 96 < f.head_dim < 128, 0.97, at="4x4096x16x112, causal"),
     Kind(
-        "all keys, at most 512, head dim at most 64",
-        lambda f: f.full and f.kv_len <= 512 and f.head_dim <= 64,
-        0.99,
-        at="32x512x12x64",
+        "all keys, at most 256, no multiple of 64",
+        lambda f: f.full and f.kv_len <= 256 and f.kv_len % 64 != 0,
+        1.19,
+        at="64x197x16x64",
     ),
+    Kind("all keys, at most 256", lambda f: f.full and f.kv_len <= 256, 0.97, at="the least of 64x256x16x64 and x128"),
+    Kind("all keys, at most 512", lambda f: f.full and f.kv_len <= 512, 1.03, at="32x512x12x64"),
     Kind("all keys, head dim above 128", lambda f: f.full and f.head_dim > 128, 0.97, at="2x8192x8x256"),
-    Kind("all keys", lambda f: f.full, 1.08, 1.03, at="4x4096x16x128"),
-    Kind("causal, key heads shared by 7 or more", lambda f: f.group >= 7, None, 0.90, at="4x2048x28/4x128"),
-    Kind("causal", lambda f: True, 1.07, 1.01, at="the least of 2x4096x32/8x128 and six shapes"),
+    Kind("all keys", lambda f: f.full, 1.07, 1.03, at="4x4096x16x128"),
+    Kind(
+        "causal, key heads shared by 7 or more",
+        lambda f: f.group >= 7,
+        1.09,
+        1.05,
+        at="the least of 1x8192x64/8x128 and 4x2048x28/4x128",
+    ),
+    Kind("causal", lambda f: True, 1.05, 1.05, at="the least of ten shapes, 16x1024x16x128 to 1x32768x8x128"),
 )
 """What was measured; a call is of the first kind that fits it."""
 
