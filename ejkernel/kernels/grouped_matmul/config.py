@@ -25,8 +25,8 @@ ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
 _SPARE_REGISTERS = 40  # For addresses, counters, and what an epilogue holds beside the accumulator.
 
 Left = Literal["rows", "weights"]
-Halves = Literal["no", "near"]
-Order = Literal["as given", "large first"]
+Halves = Literal["no", "near", "late"]
+Order = Literal["as given", "large first", "wide first"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +108,11 @@ class MosaicConfig(_Tile):
         result: better if groups have thousands of rows, but K and N must be multiples of 64.
       grain: By how many rows tiles differ if `left` is `weights`: small ones waste less; each width is code of its own.
       halves: If `left` is `rows`: `near` computes the last tile of a group by itself if at most half of it has rows, so
-        that it costs half as much. `no` treats it like the others and reads the weights least often.
-      order: Which groups come first. `large first` gives SMs equal work; in the order given, groups that wait for
-        memory and groups that wait for products run side by side.
+        that it costs half as much. `late` does so after all other tiles, so that SMs end at the same time; the weights
+        are read once more. `no` treats it like the others and reads the weights least often.
+      order: Which groups come first. `large first` gives SMs equal work; `wide first`, if `left` is `weights`, even
+        more so: tiles that cost the same run at the same time. In the order given, groups that wait for memory and
+        groups that wait for products run side by side.
     """
 
     left: Left = "weights"
@@ -126,6 +128,8 @@ class MosaicConfig(_Tile):
 
     def _unfit_width(self, out_bytes: int) -> str | None:
         if self.left == "rows":
+            if self.order == "wide first":
+                return 'order must be "as given" or "large first" if left is "rows", got "wide first"'
             return super(MosaicConfig, self)._unfit_width(out_bytes)
         if self.width not in (16, 32, 64, 128, 192, 256):
             return f"width must be 16, 32, 64, 128, 192 or 256, got {self.width}"
@@ -138,7 +142,19 @@ class MosaicConfig(_Tile):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MosaicDrhsConfig(_Tile):
-    """One way to run the kernel of drhs; the left operand is lhs, transposed, the right one dout."""
+    """One way to run the kernel of drhs; the left operand is lhs, transposed, the right one dout.
+
+    Attributes:
+      order: Which groups come first, as in `MosaicConfig`.
+    """
+
+    order: Order = "large first"
+
+    def unfit(self, out_bytes: int = 2) -> str | None:
+        """Says why this config cannot run with results of `out_bytes` per element, or `None` if it can."""
+        if self.order == "wide first":
+            return 'order must be "as given" or "large first", got "wide first"'
+        return super(MosaicDrhsConfig, self).unfit(out_bytes)
 
 
 def unsupported(dims: Dimensions) -> str | None:

@@ -1,8 +1,9 @@
 """Grouped products for Hopper: the gradient of the weights, whose contraction is over the rows of a group.
 
-Blocks go through the tiles of all groups, those of the largest first, so that tiles of similar length run at the same
-time. Rows of neighbouring groups in the first and the last step of a group are made zeros in shared memory, in both
-operands: zero times infinity or NaN is not zero. One warp loads, one makes zeros, two warpgroups compute and store.
+Blocks go through the tiles of all groups, by default those of the largest first, so that tiles of similar length run at
+the same time. Rows of neighbouring groups in the first and the last step of a group are made zeros in shared memory, in
+both operands: zero times infinity or NaN is not zero. One warp loads, one makes zeros, two warpgroups compute and
+store.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrhsConfig, drhs_space
 from ejkernel.kernels.grouped_matmul.dimensions import contraction
-from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
+from ejkernel.kernels.grouped_matmul.mosaic_pipeline import assign, follow, lead, lead_out, multiply, walk
 from ejkernel.kernels.grouped_matmul.mosaic_rows_store import staging, store, zero_rows
-from ejkernel.kernels.grouped_matmul.mosaic_tables import largest_first
+from ejkernel.kernels.grouped_matmul.mosaic_tables import ordered
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled
@@ -66,7 +67,7 @@ def drhs(
     )
     out = launch(
         body,
-        *(lhs, dout, *largest_first(group_sizes, rows, first_row)),
+        *(lhs, dout, *ordered(group_sizes, rows, first_row, cfg.order)),
         out_type=jax.ShapeDtypeStruct((groups, k_aligned, n_aligned), out_dtype),
         blocks=blocks,
         cluster=cfg.cluster,
@@ -101,20 +102,20 @@ def _kernel(
     place = place_in_cluster(cfg.cluster)
     row_tiles, column_tiles = tiles
     groups, per_group = out_ref.shape[0], row_tiles * column_tiles
-    mine = lax.div(groups * per_group - block + (blocks - 1), jnp.int32(blocks))
+    mine, number_of = assign(jnp.int32(groups * per_group), block, blocks)
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(cfg.stages))
 
     def fetch(i):
         """Reads the group of this block's item `i`; it is used one tile later, so the load costs no time."""
-        rank = jnp.minimum(lax.div(block + i * blocks, jnp.int32(per_group)), groups - 1)
+        rank = jnp.minimum(lax.div(number_of(i), jnp.int32(per_group)), groups - 1)
         return group_ref[rank], start_ref[rank], end_ref[rank]
 
     def decode(i, fields):
         """This block's part of its item `i`, and the steps over the group's rows."""
         group, start, end = fields
-        local = lax.rem(block + i * blocks, jnp.int32(per_group))
+        local = lax.rem(number_of(i), jnp.int32(per_group))
         band = lax.div(local, jnp.int32(cfg.band * column_tiles))
         height = jnp.minimum(row_tiles - band * cfg.band, cfg.band)
         local = local - band * (cfg.band * column_tiles)

@@ -88,7 +88,10 @@ def items(
     sooner = other < mine
     if tiling.order == "large first":
         sooner = (its_size > my_size) | ((its_size == my_size) & sooner)
-    earlier = sooner | ((other == mine) & (its_late < my_late))
+    if tiling.halves == "late":
+        earlier = (its_late < my_late) | ((its_late == my_late) & sooner)
+    else:
+        earlier = sooner | ((other == mine) & (its_late < my_late))
     cum, before, ends = sums(
         [
             jnp.where(earlier | same, counted, 0),
