@@ -31,8 +31,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_drhs, reference
 from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
+from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, draw_group_sizes
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS as ALL
-from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 
 PASSES = ("forward", "dlhs", "drhs")
 WORKLOADS = {w.name: w for w in ALL if w.device == "gpu"}
@@ -93,6 +93,7 @@ def build_check(case, which, cfg, dtype, out_dtype, seed):
 class Checks:
     threads: int = 14
     configs: int = 1
+    passes: tuple[str, ...] = PASSES
     lock: pathlib.Path | None = None
 
 
@@ -102,7 +103,7 @@ def check(options) -> bool:
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         for i, case in enumerate(check_cases(seed)):
             rows, k, n, _, sizes = case
-            for which in PASSES:
+            for which in options.passes:
                 space = config.drhs_space if which == "drhs" else config.space
                 dtype = (jnp.bfloat16, jnp.float16)[i % 2]
                 out_dtype = jnp.float32 if i % 3 == 2 else dtype
@@ -193,7 +194,8 @@ def alone(path):
 def time_workload(name, options):
     workload = WORKLOADS[name]
     rows, groups, k, n = sizes_of(workload)
-    sizes = draw_group_sizes(rows, groups, "even" if name.startswith("even") else "uneven", seed=options.seed)
+    distribution = options.distribution or ("even" if name.startswith("even") else "uneven")
+    sizes = draw_group_sizes(rows, groups, distribution, seed=options.seed)
 
     @functools.partial(jax.jit, static_argnums=(1,))
     def normal(key, shape):
@@ -304,6 +306,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
     parser.add_argument("--configs", type=int, default=4, help="of each space")
     parser.add_argument("--cfg", action="append", default=[], help="field=value,... instead of the space")
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, help="instead of the workload's")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=14)

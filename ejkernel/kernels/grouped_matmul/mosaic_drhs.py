@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrhsConfig, drhs_space
 from ejkernel.kernels.grouped_matmul.dimensions import contraction
-from ejkernel.kernels.grouped_matmul.mosaic_pipeline import assign, follow, lead, lead_out, multiply, walk
+from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
 from ejkernel.kernels.grouped_matmul.mosaic_rows_store import staging, store, zero_rows
 from ejkernel.kernels.grouped_matmul.mosaic_tables import ordered
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
@@ -102,22 +102,24 @@ def _kernel(
     place = place_in_cluster(cfg.cluster)
     row_tiles, column_tiles = tiles
     groups, per_group = out_ref.shape[0], row_tiles * column_tiles
-    mine, number_of = assign(jnp.int32(groups * per_group), block, blocks)
+    mine = lax.div(groups * per_group - block + (blocks - 1), jnp.int32(blocks))
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(cfg.stages))
 
     def fetch(i):
         """Reads the group of this block's item `i`; it is used one tile later, so the load costs no time."""
-        rank = jnp.minimum(lax.div(number_of(i), jnp.int32(per_group)), groups - 1)
+        rank = jnp.minimum(lax.div(block + i * blocks, jnp.int32(per_group)), groups - 1)
         return group_ref[rank], start_ref[rank], end_ref[rank]
 
     def decode(i, fields):
         """This block's part of its item `i`, and the steps over the group's rows."""
         group, start, end = fields
-        local = lax.rem(number_of(i), jnp.int32(per_group))
+        local = lax.rem(block + i * blocks, jnp.int32(per_group))
         band = lax.div(local, jnp.int32(cfg.band * column_tiles))
-        height = jnp.minimum(row_tiles - band * cfg.band, cfg.band)
+        # If all bands have the same height, it is a constant, by which a division is fast.
+        even = row_tiles % cfg.band == 0
+        height = jnp.int32(cfg.band) if even else jnp.minimum(row_tiles - band * cfg.band, cfg.band)
         local = local - band * (cfg.band * column_tiles)
         column = lax.div(local, height)
         row = (band * cfg.band + (local - column * height)) * cfg.cluster + place

@@ -18,12 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul.config import STEP, MosaicConfig
-from ejkernel.kernels.grouped_matmul.mosaic_pipeline import assign, follow, lead, lead_out, multiply, walk
+from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
 from ejkernel.kernels.grouped_matmul.mosaic_tables import extent
 from ejkernel.kernels.grouped_matmul.mosaic_weights_items import (
     Item,
     Tiling,
-    item_of_group,
     item_of_zeros,
     items,
     zero_items,
@@ -122,7 +121,7 @@ def _kernel(
     place = place_in_cluster(cfg.cluster)
     steps = -(-lhs_ref.shape[1] // STEP)
     count, first, end = extent(total_ref, ends_ref, first_ref, rows)
-    mine, number_of = assign(count + zero_items(tiling, rows, first, end), block, blocks)
+    mine = lax.div(count + zero_items(tiling, rows, first, end) - block + (blocks - 1), jnp.int32(blocks))
     last_item = table_refs[0].shape[0] - 1
 
     def slot_of(step):
@@ -130,15 +129,14 @@ def _kernel(
 
     def fetch(i):
         """Reads the table's row for this block's item `i`; it is used one tile later, so the load costs no time."""
-        return tuple(ref[jnp.minimum(number_of(i), last_item)] for ref in table_refs)
+        return tuple(ref[jnp.minimum(block + i * blocks, last_item)] for ref in table_refs)
 
     def decode(i, fields):
         """This block's part of its item `i`, and how many steps it makes for it."""
-        number = number_of(i)
-        item = item_of_group(tiling, fields, number)
-        other = item_of_zeros(tiling, rows, first, end, number - count)
-        pick = lambda a, b: jnp.where(number < count, a, b)
-        item = Item(*(pick(getattr(item, f.name), getattr(other, f.name)) for f in dataclasses.fields(Item)))
+        number = block + i * blocks
+        zeros = item_of_zeros(tiling, rows, first, end, number - count)
+        others = (getattr(zeros, f.name) for f in dataclasses.fields(Item))
+        item = Item(*(jnp.where(number < count, a, b) for a, b in zip(fields, others, strict=True)))
         loads = jnp.where((item.group >= 0) & (item.row < item.end), jnp.int32(steps), 0)
         return dataclasses.replace(item, column=(item.column * cfg.cluster + place) * cfg.height), loads
 
@@ -172,7 +170,7 @@ def _kernel(
 
                 lax.fori_loop(0, loads, load, None)
 
-            by_width(item.width, cfg.load_widths, load_all)
+            by_width(item.end - item.row, cfg.load_widths, load_all)
 
         walk(mine, fetch, decode, tile)
         # All barrier arrivals must be waited for before a block ends, and so must data that other blocks still send.
@@ -201,11 +199,11 @@ def _kernel(
                 return layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
 
             branches = [zeros, *(functools.partial(compute, width) for width in tiling.widths)]
-            which = jnp.where(loads > 0, lax.div(item.width, jnp.int32(tiling.grain)), 0)
+            which = jnp.where(loads > 0, tiling.grains(item.end - item.row), 0)
             # The store is one piece of code for all widths: one for each would not fit the instruction cache.
             value = lax.switch(which, branches)
-            last = jnp.minimum(item.end, item.row + item.width)
-            _store(value, o_smem.at[wg], out_ref, item.row, last, item.column + wg * WGMMA_ROWS, interpret=interpret)
+            column = item.column + wg * WGMMA_ROWS
+            _store(value, o_smem.at[wg], out_ref, item.row, item.end, column, interpret=interpret)
 
         follow(cfg, wg, ahead)
         done = walk(mine, fetch, decode, tile)

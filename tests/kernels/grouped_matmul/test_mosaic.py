@@ -102,8 +102,7 @@ def tilings():
 def parts_of(tiling, fields, numbers):
     """Group, first and last row and column of every tile in each item."""
     if isinstance(tiling, mosaic_weights_items.Tiling):
-        for group, row, width, start, end, column in numbers(fields):
-            yield group, max(row, start), min(row + width, end), column
+        yield from numbers(fields)
         return
     for group, row, start, end, column, alone in numbers(fields):
         for place in range(tiling.cluster):
@@ -132,7 +131,8 @@ def test_items_cover_every_row_and_column_once_and_with_their_own_group(trial, t
         count, begin, end = extent(*facts, rows)
         number = jnp.arange(tiling.bound(rows, groups), dtype=jnp.int32)
         later = jnp.arange((rows // height + 4) * columns, dtype=jnp.int32)
-        found = kind.item_of_group(tiling, table, number), kind.item_of_zeros(tiling, rows, begin, end, later)
+        mine = mosaic_rows_items.item_of_group(tiling, table, number) if by_rows else mosaic_weights_items.Item(*table)
+        found = mine, kind.item_of_zeros(tiling, rows, begin, end, later)
         fields = [tuple(getattr(x, f.name) for f in dataclasses.fields(x)) for x in found]
         return fields, (count, kind.zero_items(tiling, rows, begin, end))
 
