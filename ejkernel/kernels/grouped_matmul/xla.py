@@ -92,17 +92,18 @@ def forward(
     def group(g, out):
         weights = lax.dynamic_index_in_dim(rhs, g, keepdims=False)
 
-        def product(row, size):
-            part = lax.dynamic_slice_in_dim(lhs, row, size)
+        def product(part):
             dots = lax.dot_general(part, weights, (contract, ((), ())), precision, _wide(out_dtype))
             return dots.astype(out_dtype)
 
         def whole(row, size, out):
-            return lax.dynamic_update_slice_in_dim(out, product(row, size), row, 0)
+            part = lax.dynamic_slice_in_dim(lhs, row, size)
+            return lax.dynamic_update_slice_in_dim(out, product(part), row, 0)
 
         def rest(row, size, inside, out):
-            old = lax.dynamic_slice_in_dim(out, row, size)
-            return lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], product(row, size), old), row, 0)
+            part, old = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, out))
+            new = product(jnp.where(inside[:, None], part, jnp.zeros_like(part)))
+            return lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], new, old), row, 0)
 
         cut = _Cut.of(cfg, lhs.shape[0], starts[g], ends[g])
         return cut.over_whole(whole, cut.over_rest(rest, out))
@@ -170,7 +171,7 @@ class _Cut:
       rows: Of the array; no piece reaches past its end.
       start: The group's first row.
       end: Where the group ends.
-      count: How many pieces have the largest size.
+      count: How many pieces have the largest size; 0 if that is all rows.
     """
 
     sizes: list[int]
@@ -182,10 +183,18 @@ class _Cut:
     @classmethod
     def of(cls, cfg: XlaConfig | None, rows: Any, start: Array, end: Array) -> _Cut:
         sizes = (cfg or XlaConfig()).sizes(rows)
-        return cls(sizes=sizes, rows=rows, start=start, end=end, count=jnp.maximum(end - start, 0) // sizes[-1])
+        count = jnp.maximum(end - start, 0) // sizes[-1]
+        count = jnp.zeros_like(count) if cls._one_piece(sizes, rows) else count
+        return cls(sizes=sizes, rows=rows, start=start, end=end, count=count)
+
+    @staticmethod
+    def _one_piece(sizes: list[int], rows: Any) -> bool:
+        return isinstance(rows, int) and sizes[-1] == rows
 
     def over_whole(self, body: Callable[[Array, int, Any], Any], carry: Any) -> Any:
         """Loops over the pieces of the largest size; `body` gets the first row, the size, and what is carried."""
+        if self._one_piece(self.sizes, self.rows):
+            return carry
         size = self.sizes[-1]
         return lax.fori_loop(0, self.count, lambda i, carry: body(self.start + i * size, size, carry), carry)
 
@@ -196,9 +205,10 @@ class _Cut:
 
         def piece(i, carry, size):
             # That `i` is zero is not known to XLA, which would otherwise compute all pieces ahead of these loops.
-            begin = jnp.minimum(row + i * size, self.rows - size)
+            first = row + i * size
+            begin = jnp.minimum(first, self.rows - size)
             index = begin + jnp.arange(size, dtype=begin.dtype)
-            return body(begin, size, (index >= row) & (index < self.end), carry)
+            return body(begin, size, (index >= first) & (index < self.end), carry)
 
         for below, size in zip([0, *self.sizes], self.sizes, strict=False):
             once = ((left > below) & (left <= size)).astype(jnp.int32)

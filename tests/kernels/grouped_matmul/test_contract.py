@@ -108,11 +108,12 @@ def test_memory_of_xla_does_not_grow_with_the_groups():
     assert used.temp_size_in_bytes <= 4 * count * k * n * 4
 
 
+@pytest.mark.parametrize("rows", [7, 32, 64])
 @pytest.mark.parametrize("which", ["forward", "drhs"])
-def test_xla_computes_a_piece_only_if_a_group_has_one_of_its_size(which):
+def test_xla_computes_a_piece_only_if_a_group_has_one_of_its_size(which, rows):
     """A loop's invariant code is moved out of it, and then runs for every group."""
     sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
-    shapes = {"forward": ((64, 32), (2, 32, 48)), "drhs": ((64, 32), (64, 48))}[which]
+    shapes = {"forward": ((rows, 32), (2, 32, 48)), "drhs": ((rows, 32), (rows, 48))}[which]
     fn = functools.partial(getattr(xla, which), cfg=xla.XlaConfig(rows=32, least_rows=16))
     text = jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes), sizes).compile().as_text()
     products = [part for part in text.split("\n\n") if " dot(" in part or "__ynn_fusion" in part]
