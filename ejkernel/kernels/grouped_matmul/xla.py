@@ -86,29 +86,30 @@ def forward(
         return jnp.zeros((rows, n), out_dtype)
     starts, ends = bounds(group_sizes, rows, first_row)
     lhs = _padded(lhs, cfg)
-    out = vary(jnp.zeros((lhs.shape[0], n), out_dtype), axes_of((lhs, rhs, starts)))
+    out = vary(_bits(jnp.zeros((lhs.shape[0], n), out_dtype)), axes_of((lhs, rhs, starts)))
     contract = ((1,), (1 if transpose_rhs else 0,))
+    lhs_bits, rhs_bits = _bits(lhs), _bits(rhs)
 
     def group(g, out):
-        weights = lax.dynamic_index_in_dim(rhs, g, keepdims=False)
+        weights = _floats(lax.dynamic_index_in_dim(rhs_bits, g, keepdims=False), rhs.dtype)
 
         def product(part):
-            dots = lax.dot_general(part, weights, (contract, ((), ())), precision, _wide(out_dtype))
-            return dots.astype(out_dtype)
+            dots = lax.dot_general(_floats(part, lhs.dtype), weights, (contract, ((), ())), precision, _wide(out_dtype))
+            return _bits(dots.astype(out_dtype))
 
         def whole(row, size, out):
-            part = lax.dynamic_slice_in_dim(lhs, row, size)
+            part = lax.dynamic_slice_in_dim(lhs_bits, row, size)
             return lax.dynamic_update_slice_in_dim(out, product(part), row, 0)
 
         def rest(row, size, inside, out):
-            part, old = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, out))
+            part, old = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs_bits, out))
             new = product(jnp.where(inside[:, None], part, jnp.zeros_like(part)))
             return lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], new, old), row, 0)
 
         cut = _Cut.of(cfg, lhs.shape[0], starts[g], ends[g])
         return cut.over_whole(whole, cut.over_rest(rest, out))
 
-    return lax.fori_loop(0, rhs.shape[0], group, out)[:rows]
+    return _floats(lax.fori_loop(0, rhs.shape[0], group, out)[:rows], out_dtype)
 
 
 def drhs(
@@ -128,29 +129,41 @@ def drhs(
     if groups == 0 or _is_zero(rows):
         return out
     starts, ends = bounds(group_sizes, rows, first_row)
-    lhs, dout = _padded(lhs, cfg), _padded(dout, cfg)
-    axes = axes_of((lhs, dout, starts))
-    out = vary(out, axes)
+    operands = tuple(_padded(x, cfg) for x in (lhs, dout))
+    axes = axes_of((*operands, starts))
     wide = _wide(out_dtype)
+    bits = tuple(map(_bits, operands))
 
     def product(a, b):
+        a, b = _floats(a, lhs.dtype), _floats(b, dout.dtype)
         return lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision, wide)
 
     def whole(row, size, total):
-        return total + product(*(lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, dout)))
+        return total + product(*(lax.dynamic_slice_in_dim(x, row, size) for x in bits))
 
     def rest(row, size, inside, _):
         # Both operands: values outside the group need not be finite.
-        parts = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs, dout))
+        parts = (lax.dynamic_slice_in_dim(x, row, size) for x in bits)
         return product(*(jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts))
 
     def group(g, out):
-        cut = _Cut.of(cfg, lhs.shape[0], starts[g], ends[g])
+        cut = _Cut.of(cfg, bits[0].shape[0], starts[g], ends[g])
         # The rest first: it replaces the zeros, and a group without large pieces needs no sum.
         total = cut.over_whole(whole, cut.over_rest(rest, vary(jnp.zeros((k, n), wide), axes)))
-        return lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), g, 0)
+        return lax.dynamic_update_index_in_dim(out, _bits(total.astype(out_dtype)), g, 0)
 
-    return lax.fori_loop(0, groups, group, out)
+    return _floats(lax.fori_loop(0, groups, group, vary(_bits(out), axes)), out_dtype)
+
+
+def _bits(x: Array) -> Array:
+    """Floats of 16 bits as integers: for a slice of bfloat16, XLA's CPU compiler makes the whole array float32."""
+    is_half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    return lax.bitcast_convert_type(x, jnp.uint16) if is_half else x
+
+
+def _floats(x: Array, dtype: Any) -> Array:
+    """What `_bits` was given."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _is_zero(rows: Any) -> bool:
