@@ -25,7 +25,7 @@ ALIGNED_ROWS = 8  # Rows of a memory tile: tiles begin at multiples of it.
 _SPARE_REGISTERS = 40  # For addresses, counters, and what an epilogue holds beside the accumulator.
 
 Left = Literal["rows", "weights"]
-Halves = Literal["no", "near", "late"]
+Halves = Literal["no", "near"]
 Order = Literal["as given", "large first", "wide first"]
 
 
@@ -108,8 +108,7 @@ class MosaicConfig(_Tile):
         result: better if groups have thousands of rows, but K and N must be multiples of 64.
       grain: By how many rows tiles differ if `left` is `weights`: small ones waste less; each width is code of its own.
       halves: If `left` is `rows`: `near` computes the last tile of a group by itself if at most half of it has rows, so
-        that it costs half as much. `late` does so after all other tiles, so that SMs end at the same time; the weights
-        are read once more. `no` treats it like the others and reads the weights least often.
+        that it costs half as much. `no` treats it like the others and reads the weights least often.
       order: Which groups come first. `large first` gives SMs equal work; `wide first`, if `left` is `weights`, even
         more so: tiles that cost the same run at the same time. In the order given, groups that wait for memory and
         groups that wait for products run side by side.
@@ -189,6 +188,13 @@ def space(dims: Dimensions) -> list[MosaicConfig]:
             ("as given", "large first"), bands, clusters, tiles
         )
     ]
+    even_work = [
+        MosaicConfig(width=256, slots=2, cluster=1, band=bands[0], order="wide first"),
+        MosaicConfig(width=192, store=32, slots=3, cluster=1, band=bands[0], order="wide first"),
+    ]
+    # Equal work matters where blocks wait for products. Where they wait for memory, the order given mixes groups.
+    first = even_work if bands[0] == 1 and dims.k >= 1024 else []
+    wide = [*first, *wide, *even_work]
     wide += [MosaicConfig(store=128, slots=1, order="large first"), MosaicConfig(grain=32), MosaicConfig(width=128)]
     by_rows = []
     if unaligned(dims, STEP) is None:
@@ -212,7 +218,10 @@ def drhs_space(dims: Dimensions) -> list[MosaicDrhsConfig]:
         MosaicDrhsConfig(width=width, cluster=cluster, store=min(store, width), slots=slots, lag=lag)
         for (store, slots, lag), (width, cluster) in itertools.product(stores, shapes)
     ]
-    return _fitting(found, dims.out_bytes)
+    # With few rows for each group, most of the time goes into storing: small groups beside large ones.
+    mixed = [dataclasses.replace(cfg, order="as given") for cfg in found[:2]]
+    first = mixed if 32 * dims.groups < dims.rows < 256 * dims.groups else []
+    return _fitting([*first, *found, *mixed], dims.out_bytes)
 
 
 _Config = TypeVar("_Config", bound=_Tile)

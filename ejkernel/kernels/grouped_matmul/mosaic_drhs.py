@@ -117,9 +117,7 @@ def _kernel(
         group, start, end = fields
         local = lax.rem(block + i * blocks, jnp.int32(per_group))
         band = lax.div(local, jnp.int32(cfg.band * column_tiles))
-        # If all bands have the same height, it is a constant, by which a division is fast.
-        even = row_tiles % cfg.band == 0
-        height = jnp.int32(cfg.band) if even else jnp.minimum(row_tiles - band * cfg.band, cfg.band)
+        height = jnp.minimum(row_tiles - band * cfg.band, cfg.band)
         local = local - band * (cfg.band * column_tiles)
         column = lax.div(local, height)
         row = (band * cfg.band + (local - column * height)) * cfg.cluster + place

@@ -13,18 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 Array = jax.Array
 
 
-def assign(total: Any, block: Any, blocks: int) -> tuple[Any, Any]:
-    """How many of `total` items are a block's, and their numbers as a function of which one it is.
-
-    Blocks take turns. In the last round, which may be incomplete, they do so from the last block on: the first ones
-    have had the larger items of all others.
-    """
-    rounds = lax.div(total, jnp.int32(blocks))
-    turned = blocks - 1 - block
-    mine = rounds + (rounds * blocks + turned < total).astype(jnp.int32)
-    return mine, lambda i: i * blocks + jnp.where(i < rounds, block, turned)
-
-
 def walk(mine: Any, fetch: Any, decode: Any, tile: Any) -> Any:
     """Runs a warpgroup over the block's items, and returns the number of steps.
 

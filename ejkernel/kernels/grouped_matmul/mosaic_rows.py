@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicConfig
-from ejkernel.kernels.grouped_matmul.mosaic_pipeline import assign, follow, lead, lead_out, multiply, walk
+from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
 from ejkernel.kernels.grouped_matmul.mosaic_rows_items import (
     Item,
     Tiling,
@@ -107,7 +107,7 @@ def _kernel(
     place = place_in_cluster(cfg.cluster)
     steps = lhs_ref.shape[1] // STEP
     count, first, end = extent(total_ref, ends_ref, first_ref, rows)
-    mine, number_of = assign(count + zero_items(tiling, rows, first, end), block, blocks)
+    mine = lax.div(count + zero_items(tiling, rows, first, end) - block + (blocks - 1), jnp.int32(blocks))
     last_item = table_refs[0].shape[0] - 1
 
     def slot_of(step):
@@ -115,11 +115,11 @@ def _kernel(
 
     def fetch(i):
         """Reads the table's row for this block's item `i`; it is used one tile later, so the load costs no time."""
-        return tuple(ref[jnp.minimum(number_of(i), last_item)] for ref in table_refs)
+        return tuple(ref[jnp.minimum(block + i * blocks, last_item)] for ref in table_refs)
 
     def decode(i, fields):
         """This block's part of its item `i`, and how many steps the whole cluster makes for it."""
-        number = number_of(i)
+        number = block + i * blocks
         item = item_of_group(tiling, fields, number)
         other = item_of_zeros(tiling, rows, first, end, number - count)
         pick = lambda a, b: jnp.where(number < count, a, b)

@@ -88,10 +88,7 @@ def items(
     sooner = other < mine
     if tiling.order == "large first":
         sooner = (its_size > my_size) | ((its_size == my_size) & sooner)
-    if tiling.halves == "late":
-        earlier = (its_late < my_late) | ((its_late == my_late) & sooner)
-    else:
-        earlier = sooner | ((other == mine) & (its_late < my_late))
+    earlier = sooner | ((other == mine) & (its_late < my_late))
     cum, before, ends = sums(
         [
             jnp.where(earlier | same, counted, 0),

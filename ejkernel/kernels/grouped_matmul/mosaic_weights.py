@@ -23,6 +23,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_tables import extent
 from ejkernel.kernels.grouped_matmul.mosaic_weights_items import (
     Item,
     Tiling,
+    item_of_group,
     item_of_zeros,
     items,
     zero_items,
@@ -134,9 +135,10 @@ def _kernel(
     def decode(i, fields):
         """This block's part of its item `i`, and how many steps it makes for it."""
         number = block + i * blocks
-        zeros = item_of_zeros(tiling, rows, first, end, number - count)
-        others = (getattr(zeros, f.name) for f in dataclasses.fields(Item))
-        item = Item(*(jnp.where(number < count, a, b) for a, b in zip(fields, others, strict=True)))
+        item = item_of_group(tiling, fields, number)
+        other = item_of_zeros(tiling, rows, first, end, number - count)
+        pick = lambda a, b: jnp.where(number < count, a, b)
+        item = Item(*(pick(getattr(item, f.name), getattr(other, f.name)) for f in dataclasses.fields(Item)))
         loads = jnp.where((item.group >= 0) & (item.row < item.end), jnp.int32(steps), 0)
         return dataclasses.replace(item, column=(item.column * cfg.cluster + place) * cfg.height), loads
 
@@ -170,7 +172,7 @@ def _kernel(
 
                 lax.fori_loop(0, loads, load, None)
 
-            by_width(item.end - item.row, cfg.load_widths, load_all)
+            by_width(item.width, cfg.load_widths, load_all)
 
         walk(mine, fetch, decode, tile)
         # All barrier arrivals must be waited for before a block ends, and so must data that other blocks still send.
@@ -199,11 +201,11 @@ def _kernel(
                 return layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
 
             branches = [zeros, *(functools.partial(compute, width) for width in tiling.widths)]
-            which = jnp.where(loads > 0, tiling.grains(item.end - item.row), 0)
+            which = jnp.where(loads > 0, lax.div(item.width, jnp.int32(tiling.grain)), 0)
             # The store is one piece of code for all widths: one for each would not fit the instruction cache.
             value = lax.switch(which, branches)
-            column = item.column + wg * WGMMA_ROWS
-            _store(value, o_smem.at[wg], out_ref, item.row, item.end, column, interpret=interpret)
+            last = jnp.minimum(item.end, item.row + item.width)
+            _store(value, o_smem.at[wg], out_ref, item.row, last, item.column + wg * WGMMA_ROWS, interpret=interpret)
 
         follow(cfg, wg, ahead)
         done = walk(mine, fetch, decode, tile)

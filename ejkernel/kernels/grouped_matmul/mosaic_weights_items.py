@@ -44,14 +44,10 @@ class Tiling:
         """How many tiles `size` rows take."""
         return divided(size + (self.rows - 1), self.rows)
 
-    def width(self, size: Any) -> Any:
-        """How many rows each tile of a group has, but the last one."""
-        tiles = jnp.maximum(self.tiles(size), 1)
-        return self.grains(lax.div(size + (tiles - 1), tiles)) * self.grain
-
-    def grains(self, rows: Any) -> Any:
-        """How many steps of the width `rows` take, at least one."""
-        return jnp.maximum(divided(rows + (self.grain - 1), self.grain), 1)
+    def width(self, size: Any, tiles: Any) -> Any:
+        """How many rows each of a group's `tiles` has, but the last one."""
+        each = lax.div(size + (tiles - 1), jnp.maximum(tiles, 1))
+        return jnp.maximum(divided(each + (self.grain - 1), self.grain), 1) * self.grain
 
     def bound(self, rows: int, groups: int) -> int:
         """How many items there can be, without those of zeros."""
@@ -63,24 +59,24 @@ def items(
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The table of items; and their number and the rows that belong to no group, for `extent`.
 
-    The table has the columns of `Item`: consumers that compute them begin their products later.
+    The table has four columns: the group, its first row, its end, and its first item.
     """
     sizes, first = jnp.asarray(group_sizes, jnp.int32), first_of(first_row)
     groups = sizes.shape[0]
     counts = tiling.tiles(sizes) * tiling.column_items
     square = (groups, groups)
-    index = jnp.arange(groups, dtype=jnp.int32)
-    my_group, my_size = (lax.broadcast_in_dim(x, square, (0,)) for x in (index, sizes))
-    its_group, its_size = (lax.broadcast_in_dim(x, square, (1,)) for x in (index, sizes))
+    my_group, my_size = (lax.broadcast_in_dim(x, square, (0,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes))
+    its_group, its_size, counted = (
+        lax.broadcast_in_dim(x, square, (1,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes, counts)
+    )
     sooner = its_group < my_group
     if tiling.order != "as given":
         mine, its = my_size, its_size
         if tiling.order == "wide first":
-            # One small kernel for both; else XLA would make one for each pair of groups, and one for each of an item.
-            widths, counts = lax.optimization_barrier((tiling.width(sizes), counts))
-            mine, its = (lax.broadcast_in_dim(widths, square, axis) for axis in ((0,), (1,)))
+            # One number for each group: comparisons of rounded products would not always agree with each other.
+            mean = sizes.astype(jnp.float32) / jnp.maximum(tiling.tiles(sizes), 1).astype(jnp.float32)
+            mine, its = (lax.broadcast_in_dim(mean, square, axis) for axis in ((0,), (1,)))
         sooner = (its > mine) | ((its == mine) & sooner)
-    counted = lax.broadcast_in_dim(counts, square, (1,))
     before, ends = sums([jnp.where(sooner, counted, 0), jnp.where(its_group <= my_group, its_size, 0)], (1,))
     starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
     bound = tiling.bound(rows, groups)
@@ -91,23 +87,25 @@ def items(
     # Every item holds the number of all items: a separate sum would be one more kernel.
     facts.append(jnp.broadcast_to(counts[None], here.shape))
     group, start, stop, offset, total = sums(facts, (1,))
-    found = _item_of_group(tiling, group, start, stop, lax.iota(jnp.int32, bound) - offset)
-    table = tuple(getattr(found, field.name) for field in dataclasses.fields(Item))
-    return table, (total, ends, first.reshape(1))
+    return (group, start, stop, offset), (total, ends, first.reshape(1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """An item of work: a tile's first row and end, and which columns."""
+    """An item of work: its tile's first row and width, and the group's rows."""
 
     group: Any
     row: Any
+    width: Any
+    start: Any
     end: Any
     column: Any
 
 
-def _item_of_group(tiling: Tiling, group: Any, start: Any, end: Any, local: Any) -> Item:
-    """Item `local` of those of a group."""
+def item_of_group(tiling: Tiling, fields: tuple[Any, ...], number: Any) -> Item:
+    """What a row of the table says of item `number`."""
+    group, start, end, before = fields
+    local = number - before
     size = end - start
     tiles = tiling.tiles(size)
     per_band = tiling.band * tiling.column_items
@@ -116,9 +114,10 @@ def _item_of_group(tiling: Tiling, group: Any, start: Any, end: Any, local: Any)
     inside = local - band * per_band
     column = lax.div(inside, height)
     tile = band * tiling.band + (inside - column * height)
-    width = tiling.width(size)
-    row = start + tile * width
-    return Item(group, row, jnp.minimum(row + width, end), column)
+    width = tiling.width(size, tiles)
+    row = tile * width
+    left = jnp.maximum(divided(jnp.maximum(size - row, 0) + (tiling.grain - 1), tiling.grain), 1) * tiling.grain
+    return Item(group, start + row, jnp.minimum(width, left), start, end, column)
 
 
 def _zero_count(tiling: Tiling, start: Any, end: Any) -> Any:
@@ -138,4 +137,4 @@ def item_of_zeros(tiling: Tiling, rows: int, first: Any, end: Any, number: Any) 
     start, stop = jnp.where(early, 0, end), jnp.where(early, first, rows)
     tile = lax.div(local, jnp.int32(tiling.column_items))
     row = start + tile * tiling.rows
-    return Item(jnp.int32(ZEROS), row, jnp.minimum(row + tiling.rows, stop), local - tile * tiling.column_items)
+    return Item(jnp.int32(ZEROS), row, jnp.int32(tiling.rows), start, stop, local - tile * tiling.column_items)
