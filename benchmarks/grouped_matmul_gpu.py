@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -29,8 +31,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_drhs, reference
 from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
+from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, draw_group_sizes
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS as ALL
-from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 
 PASSES = ("forward", "dlhs", "drhs")
 WORKLOADS = {w.name: w for w in ALL if w.device == "gpu"}
@@ -91,6 +93,8 @@ def build_check(case, which, cfg, dtype, out_dtype, seed):
 class Checks:
     threads: int = 14
     configs: int = 1
+    passes: tuple[str, ...] = PASSES
+    lock: pathlib.Path | None = None
 
 
 def check(options) -> bool:
@@ -99,7 +103,7 @@ def check(options) -> bool:
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         for i, case in enumerate(check_cases(seed)):
             rows, k, n, _, sizes = case
-            for which in PASSES:
+            for which in options.passes:
                 space = config.drhs_space if which == "drhs" else config.space
                 dtype = (jnp.bfloat16, jnp.float16)[i % 2]
                 out_dtype = jnp.float32 if i % 3 == 2 else dtype
@@ -107,7 +111,8 @@ def check(options) -> bool:
                 for cfg in [cfgs[(5 * i + j) % len(cfgs)] for j in range(options.configs)]:
                     job = pool.submit(build_check, case, which, cfg, dtype, out_dtype, seed + i)
                     jobs.append((case, which, cfg, dtype, out_dtype, job))
-        failed = 0
+    failed = 0
+    with alone(options.lock):
         for case, which, cfg, dtype, out_dtype, job in jobs:
             limit = 4e-3 if dtype == jnp.bfloat16 else 6e-4
             limit = 1e-5 if out_dtype == jnp.float32 else limit
@@ -135,7 +140,7 @@ def parse_config(kind, text):
 def short(cfg) -> str:
     base = f"{cfg.height}x{cfg.width} c{cfg.cluster} s{cfg.stages} b{cfg.band} {cfg.store}x{cfg.slots} l{cfg.lag}"
     if isinstance(cfg, config.MosaicDrhsConfig):
-        return base
+        return f"{base} {cfg.order[0]}"
     kind = f"rows {cfg.halves}" if cfg.left == "rows" else f"weights {cfg.grain}"
     return f"{kind} {base} {cfg.order[0]}"
 
@@ -175,10 +180,22 @@ def kernel_ms(call, sync):
     return sum(ms for _, ms in kernels), kernels
 
 
+@contextlib.contextmanager
+def alone(path):
+    """Holds the file at `path`: of several processes that compile at the same time, one at a time uses the GPU."""
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def time_workload(name, options):
     workload = WORKLOADS[name]
     rows, groups, k, n = sizes_of(workload)
-    sizes = draw_group_sizes(rows, groups, "even" if name.startswith("even") else "uneven", seed=options.seed)
+    distribution = options.distribution or ("even" if name.startswith("even") else "uneven")
+    sizes = draw_group_sizes(rows, groups, distribution, seed=options.seed)
 
     @functools.partial(jax.jit, static_argnums=(1,))
     def normal(key, shape):
@@ -223,16 +240,18 @@ def time_workload(name, options):
             except Exception as error:  # noqa: BLE001 - a config that does not compile is a result
                 print("FAIL", name, which, label, str(error)[:300], flush=True)
     bytes_ = 2 * (rows * k + rows * n + int((sizes > 0).sum()) * k * n)
-    for which, label, call, sync in calls:
-        if options.verbose:
-            print("first run of", name, which, label, flush=True)
-        sync(call())
     parts = {}
-    for _ in range(options.rounds):
+    with alone(options.lock):
         for which, label, call, sync in calls:
-            ms, kernels = kernel_ms(call, sync)
-            results.setdefault((which, label), []).append(ms)
-            parts[which, label] = " ".join(f"{1e3 * ms:.1f}" for _, ms in kernels)
+            if options.verbose:
+                print("first run of", name, which, label, flush=True)
+            sync(call())
+        for _ in range(options.rounds):
+            for which, label, call, sync in calls:
+                ms, kernels = kernel_ms(call, sync)
+                results.setdefault((which, label), []).append(ms)
+                parts[which, label] = " ".join(f"{1e3 * ms:.1f}" for _, ms in kernels)
+        agree(torch_call, calls)
     # torch's results, once compared with float64 on a few rows, stand in for the truth of large products.
     rows_out = []
     for (which, label), times in results.items():
@@ -252,7 +271,6 @@ def time_workload(name, options):
                 "x_dense": flat / ms,
             }
         )
-    agree(torch_call, calls, options)
     for row in sorted(rows_out, key=lambda r: (PASSES.index(r["pass"]), r["ms"])):
         print(
             f"{row['workload']:20s} {row['pass']:8s} {row['config']:36s} {row['ms']:8.4f} ms "
@@ -263,7 +281,7 @@ def time_workload(name, options):
     return rows_out
 
 
-def agree(torch_call, calls, options):
+def agree(torch_call, calls):
     """Compares every config's result with torch's."""
     for which, label, call, _ in calls:
         if label in ("torch", "dense"):
@@ -288,11 +306,13 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
     parser.add_argument("--configs", type=int, default=4, help="of each space")
     parser.add_argument("--cfg", action="append", default=[], help="field=value,... instead of the space")
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, help="instead of the workload's")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=14)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--lock", type=pathlib.Path, help="a file; processes that share it measure in turn")
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     if options.what == "check":

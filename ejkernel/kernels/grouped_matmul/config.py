@@ -26,7 +26,7 @@ _SPARE_REGISTERS = 40  # For addresses, counters, and what an epilogue holds bes
 
 Left = Literal["rows", "weights"]
 Halves = Literal["no", "near"]
-Order = Literal["as given", "large first"]
+Order = Literal["as given", "large first", "wide first"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +109,9 @@ class MosaicConfig(_Tile):
       grain: By how many rows tiles differ if `left` is `weights`: small ones waste less; each width is code of its own.
       halves: If `left` is `rows`: `near` computes the last tile of a group by itself if at most half of it has rows, so
         that it costs half as much. `no` treats it like the others and reads the weights least often.
-      order: Which groups come first. `large first` gives SMs equal work; in the order given, groups that wait for
-        memory and groups that wait for products run side by side.
+      order: Which groups come first. `large first` gives SMs equal work; `wide first`, if `left` is `weights`, even
+        more so: tiles that cost the same run at the same time. In the order given, groups that wait for memory and
+        groups that wait for products run side by side.
     """
 
     left: Left = "weights"
@@ -126,6 +127,8 @@ class MosaicConfig(_Tile):
 
     def _unfit_width(self, out_bytes: int) -> str | None:
         if self.left == "rows":
+            if self.order == "wide first":
+                return 'order must be "as given" or "large first" if left is "rows", got "wide first"'
             return super(MosaicConfig, self)._unfit_width(out_bytes)
         if self.width not in (16, 32, 64, 128, 192, 256):
             return f"width must be 16, 32, 64, 128, 192 or 256, got {self.width}"
@@ -138,7 +141,19 @@ class MosaicConfig(_Tile):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MosaicDrhsConfig(_Tile):
-    """One way to run the kernel of drhs; the left operand is lhs, transposed, the right one dout."""
+    """One way to run the kernel of drhs; the left operand is lhs, transposed, the right one dout.
+
+    Attributes:
+      order: Which groups come first, as in `MosaicConfig`.
+    """
+
+    order: Order = "large first"
+
+    def unfit(self, out_bytes: int = 2) -> str | None:
+        """Says why this config cannot run with results of `out_bytes` per element, or `None` if it can."""
+        if self.order == "wide first":
+            return 'order must be "as given" or "large first", got "wide first"'
+        return super(MosaicDrhsConfig, self).unfit(out_bytes)
 
 
 def unsupported(dims: Dimensions) -> str | None:
@@ -173,6 +188,13 @@ def space(dims: Dimensions) -> list[MosaicConfig]:
             ("as given", "large first"), bands, clusters, tiles
         )
     ]
+    even_work = [
+        MosaicConfig(width=256, slots=2, cluster=1, band=bands[0], order="wide first"),
+        MosaicConfig(width=192, store=32, slots=3, cluster=1, band=bands[0], order="wide first"),
+    ]
+    # Equal work matters where blocks wait for products. Where they wait for memory, the order given mixes groups.
+    first = even_work if bands[0] == 1 and dims.k >= 1024 else []
+    wide = [*first, *wide, *even_work]
     wide += [MosaicConfig(store=128, slots=1, order="large first"), MosaicConfig(grain=32), MosaicConfig(width=128)]
     by_rows = []
     if unaligned(dims, STEP) is None:
@@ -196,7 +218,10 @@ def drhs_space(dims: Dimensions) -> list[MosaicDrhsConfig]:
         MosaicDrhsConfig(width=width, cluster=cluster, store=min(store, width), slots=slots, lag=lag)
         for (store, slots, lag), (width, cluster) in itertools.product(stores, shapes)
     ]
-    return _fitting(found, dims.out_bytes)
+    # With few rows for each group, most of the time goes into storing: small groups beside large ones.
+    mixed = [dataclasses.replace(cfg, order="as given") for cfg in found[:2]]
+    first = mixed if 32 * dims.groups < dims.rows < 256 * dims.groups else []
+    return _fitting([*first, *found, *mixed], dims.out_bytes)
 
 
 _Config = TypeVar("_Config", bound=_Tile)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from ejkernel.kernels.grouped_matmul import xla
 
 Array = jax.Array
-_forward = functools.partial(xla.forward, precision="highest")
-_drhs = functools.partial(xla.drhs, precision="highest")
+_FEW_SIZES = xla.XlaConfig(least_rows=128, steps=1)  # Each is code to compile, and this runs once or twice.
+_forward = functools.partial(xla.forward, precision="highest", cfg=_FEW_SIZES)
+_drhs = functools.partial(xla.drhs, precision="highest", cfg=_FEW_SIZES)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -1,8 +1,9 @@
 """Grouped products for Hopper: the gradient of the weights, whose contraction is over the rows of a group.
 
-Blocks go through the tiles of all groups, those of the largest first, so that tiles of similar length run at the same
-time. Rows of neighbouring groups in the first and the last step of a group are made zeros in shared memory, in both
-operands: zero times infinity or NaN is not zero. One warp loads, one makes zeros, two warpgroups compute and store.
+Blocks go through the tiles of all groups, by default those of the largest first, so that tiles of similar length run at
+the same time. Rows of neighbouring groups in the first and the last step of a group are made zeros in shared memory, in
+both operands: zero times infinity or NaN is not zero. One warp loads, one makes zeros, two warpgroups compute and
+store.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrh
 from ejkernel.kernels.grouped_matmul.dimensions import contraction
 from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
 from ejkernel.kernels.grouped_matmul.mosaic_rows_store import staging, store, zero_rows
-from ejkernel.kernels.grouped_matmul.mosaic_tables import largest_first
+from ejkernel.kernels.grouped_matmul.mosaic_tables import ordered
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled
@@ -66,7 +67,7 @@ def drhs(
     )
     out = launch(
         body,
-        *(lhs, dout, *largest_first(group_sizes, rows, first_row)),
+        *(lhs, dout, *ordered(group_sizes, rows, first_row, cfg.order)),
         out_type=jax.ShapeDtypeStruct((groups, k_aligned, n_aligned), out_dtype),
         blocks=blocks,
         cluster=cfg.cluster,

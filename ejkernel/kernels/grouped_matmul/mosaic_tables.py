@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.grouped_matmul.config import Order
+
 Array = jax.Array
 ZEROS = -1  # The group of rows that belong to none.
 
@@ -38,8 +40,8 @@ def extent(total_ref: Any, ends_ref: Any, first_ref: Any, rows: int) -> tuple[An
     return total_ref[0], jnp.minimum(first, rows), jnp.minimum(ends_ref[ends_ref.shape[0] - 1] + first, rows)
 
 
-def largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> tuple[Array, ...]:
-    """Groups, their first rows and ends, by decreasing size."""
+def ordered(group_sizes: Array, rows: int, first_row: Array | None, order: Order) -> tuple[Array, ...]:
+    """Groups, their first rows and ends, as given or by decreasing size."""
     sizes = jnp.asarray(group_sizes, jnp.int32)
     index = jnp.arange(sizes.shape[0], dtype=jnp.int32)
     mine, other = sizes[:, None], jnp.broadcast_to(sizes[None], (sizes.shape[0],) * 2)
@@ -48,5 +50,7 @@ def largest_first(group_sizes: Array, rows: int, first_row: Array | None) -> tup
     starts, rank = sums([jnp.where(earlier, other, 0), larger.astype(jnp.int32)], (1,))
     starts = starts + first_of(first_row)
     starts, ends = jnp.minimum(starts, rows), jnp.minimum(starts + sizes, rows)
+    if order == "as given":
+        return index, starts, ends
     chosen = rank[None] == index[:, None]
     return tuple(sums([jnp.where(chosen, x[None], 0) for x in (index, starts, ends)], (1,)))

@@ -19,7 +19,7 @@ Array = jax.Array
 class Tiling:
     """How rows and columns of the result are cut; an item of work is what a cluster computes at a time.
 
-    Tiles of a group have `rows` rows, but the last two share what is left equally, in multiples of `grain`.
+    Tiles of a group have the same number of rows, a multiple of `grain`, but the last one may have less.
 
     Attributes:
       rows: Of the largest tile.
@@ -44,6 +44,11 @@ class Tiling:
         """How many tiles `size` rows take."""
         return divided(size + (self.rows - 1), self.rows)
 
+    def width(self, size: Any, tiles: Any) -> Any:
+        """How many rows each of a group's `tiles` has, but the last one."""
+        each = lax.div(size + (tiles - 1), jnp.maximum(tiles, 1))
+        return jnp.maximum(divided(each + (self.grain - 1), self.grain), 1) * self.grain
+
     def bound(self, rows: int, groups: int) -> int:
         """How many items there can be, without those of zeros."""
         return (rows // self.rows + groups) * self.column_items
@@ -60,14 +65,19 @@ def items(
     groups = sizes.shape[0]
     counts = tiling.tiles(sizes) * tiling.column_items
     square = (groups, groups)
-    mine, my_size = (lax.broadcast_in_dim(x, square, (0,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes))
-    other, its_size, counted = (
+    my_group, my_size = (lax.broadcast_in_dim(x, square, (0,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes))
+    its_group, its_size, counted = (
         lax.broadcast_in_dim(x, square, (1,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes, counts)
     )
-    sooner = other < mine
-    if tiling.order == "large first":
-        sooner = (its_size > my_size) | ((its_size == my_size) & sooner)
-    before, ends = sums([jnp.where(sooner, counted, 0), jnp.where(other <= mine, its_size, 0)], (1,))
+    sooner = its_group < my_group
+    if tiling.order != "as given":
+        mine, its = my_size, its_size
+        if tiling.order == "wide first":
+            # One number for each group: comparisons of rounded products would not always agree with each other.
+            mean = sizes.astype(jnp.float32) / jnp.maximum(tiling.tiles(sizes), 1).astype(jnp.float32)
+            mine, its = (lax.broadcast_in_dim(mean, square, axis) for axis in ((0,), (1,)))
+        sooner = (its > mine) | ((its == mine) & sooner)
+    before, ends = sums([jnp.where(sooner, counted, 0), jnp.where(its_group <= my_group, its_size, 0)], (1,))
     starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
     bound = tiling.bound(rows, groups)
     item = lax.broadcasted_iota(jnp.int32, (bound, groups), 0)
@@ -104,14 +114,10 @@ def item_of_group(tiling: Tiling, fields: tuple[Any, ...], number: Any) -> Item:
     inside = local - band * per_band
     column = lax.div(inside, height)
     tile = band * tiling.band + (inside - column * height)
-    whole = jnp.maximum(tiles - 2, 0)
-    rest = size - whole * tiling.rows
-    shared = jnp.where(tiles > 1, lax.shift_right_logical(rest + 1, jnp.int32(1)), rest)
-    grains = jnp.maximum(divided(shared + (tiling.grain - 1), tiling.grain), 1)
-    early = tile < whole
-    row = jnp.where(early, tile * tiling.rows, whole * tiling.rows + (tile - whole) * (grains * tiling.grain))
-    width = jnp.where(early, tiling.rows, grains * tiling.grain)
-    return Item(group, start + row, width, start, end, column)
+    width = tiling.width(size, tiles)
+    row = tile * width
+    left = jnp.maximum(divided(jnp.maximum(size - row, 0) + (tiling.grain - 1), tiling.grain), 1) * tiling.grain
+    return Item(group, start + row, jnp.minimum(width, left), start, end, column)
 
 
 def _zero_count(tiling: Tiling, start: Any, end: Any) -> Any:

@@ -108,6 +108,25 @@ def test_memory_of_xla_does_not_grow_with_the_groups():
     assert used.temp_size_in_bytes <= 4 * count * k * n * 4
 
 
+@pytest.mark.parametrize("rows", [7, 32, 64])
+@pytest.mark.parametrize("which", ["forward", "drhs"])
+def test_xla_computes_a_piece_only_if_a_group_has_one_of_its_size(which, rows):
+    """A loop's invariant code is moved out of it, and then runs for every group."""
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    shapes = {"forward": ((rows, 32), (2, 32, 48)), "drhs": ((rows, 32), (rows, 48))}[which]
+    fn = functools.partial(getattr(xla, which), cfg=xla.XlaConfig(rows=32, least_rows=16))
+    text = jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes), sizes).compile().as_text()
+    products = [part for part in text.split("\n\n") if " dot(" in part or "__ynn_fusion" in part]
+    assert products
+    assert not any(" while(" in part for part in products)
+
+
+def test_pieces_of_xla_waste_few_rows():
+    assert xla.XlaConfig(rows=64, least_rows=8, steps=2).sizes(1000) == [8, 16, 24, 32, 48, 64]
+    assert xla.XlaConfig(rows=64, least_rows=32).sizes(50) == [32, 50]
+    assert xla.XlaConfig(least_rows=32).sizes(7) == [7]
+
+
 @pytest.mark.parametrize("distribution", ["even", "uneven", "one-hot", "with empty groups"])
 def test_drawn_sizes_add_up(distribution):
     sizes = draw_group_sizes(1000, 7, distribution, seed=3)

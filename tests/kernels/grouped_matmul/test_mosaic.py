@@ -15,7 +15,7 @@ import pytest
 
 from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_rows_items, mosaic_weights_items
 from ejkernel.kernels.grouped_matmul.dimensions import product
-from ejkernel.kernels.grouped_matmul.mosaic_tables import extent, largest_first
+from ejkernel.kernels.grouped_matmul.mosaic_tables import extent, ordered
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
 from ejkernel.ops.core.operation import OperationArgumentError
 from ejkernel.ops.utils.devices import HOPPER
@@ -35,8 +35,12 @@ INTERPRETED = {
     "weights left, nothing aligned": (123, 72, 200, [50, 0, 33], 20, False, {"cluster": 2, "lag": 1}),
     "weights left, float32": (123, 72, 136, [1, 50, 33], 7, True, {"cluster": 1, "out_dtype": "float32"}),
     "weights left, wide tiles": (300, 64, 64, [200, 1, 7], 0, True, {"width": 128, "grain": 32}),
+    "weights left, widest first": (
+        *(300, 64, 136, [1, 100, 180], 0, False),
+        {"width": 128, "grain": 16, "order": "wide first", "store": 32, "slots": 2, "cluster": 1},
+    ),
     "drhs, clusters": (520, 320, 192, [300, 1, 7, 200], 0, None, {"width": 128, "cluster": 2, "lag": 1}),
-    "drhs, odd sizes": (61, 72, 40, [20, 0, 33], 5, None, {"cluster": 1}),
+    "drhs, odd sizes": (61, 72, 40, [20, 0, 33], 5, None, {"cluster": 1, "order": "as given"}),
     "drhs, one tile of columns": (123, 192, 64, [50, 0, 40], 20, None, {"width": 128, "cluster": 1}),
 }
 
@@ -86,7 +90,7 @@ def tilings():
         columns, band, order = int(rng.integers(1, 7)), int(rng.integers(1, 9)), ["as given", "large first"][trial % 2]
         rows, cluster, halves = int(rng.choice([64, 128])), 1 + trial // 2 % 2, ["no", "near"][trial % 2]
         yield trial, mosaic_rows_items.Tiling(rows, columns, cluster, band, halves, order)
-        grain = int(rng.choice([16, 32, 64]))
+        grain, order = int(rng.choice([16, 32, 64])), ["as given", "large first", "wide first"][trial % 3]
         yield trial, mosaic_weights_items.Tiling(int(rng.choice([64, 128, 256])), grain, columns, band, order)
 
 
@@ -140,10 +144,15 @@ def test_items_cover_every_row_and_column_once_and_with_their_own_group(trial, t
 
 
 def test_groups_are_listed_by_size_with_their_rows():
-    group, start, end = (x.tolist() for x in largest_first(jnp.array([3, 9, 0, 9, 5]), 40, jnp.int32(2)))
+    sizes = jnp.array([3, 9, 0, 9, 5])
+    group, start, end = (x.tolist() for x in ordered(sizes, 40, jnp.int32(2), "large first"))
     assert group == [1, 3, 4, 0, 2]
     assert start == [5, 14, 23, 2, 14]
     assert end == [14, 23, 28, 5, 14]
+    group, start, end = (x.tolist() for x in ordered(sizes, 40, jnp.int32(2), "as given"))
+    assert group == [0, 1, 2, 3, 4]
+    assert start == [2, 5, 14, 14, 23]
+    assert end == [5, 14, 14, 23, 28]
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
@@ -171,6 +180,7 @@ def test_config_spaces_hold_only_what_fits(workload, out_dtype):
         ({"left": "rows", "width": 32}, "width"),
         ({"grain": 24}, "grain"),
         ({"consumers": 4}, "consumers"),
+        ({"left": "rows", "order": "wide first"}, "order"),
     ],
 )
 def test_a_config_that_does_not_fit_says_why(fields, reason):
