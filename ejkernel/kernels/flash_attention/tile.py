@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,38 @@ from ejkernel.kernels.pallas_call import pallas_call
 Array = jax.Array
 
 
-def unsupported(query: Any, extras: Extras, rules: Rules) -> str | None:
+MAX_ELEMENTS = 1 << 31
+"""Of a bias or a mask: kernels count theirs in 32 bits."""
+
+
+class Side(NamedTuple):
+    """Queries or keys of a tile, a column or a row: where they are, and their segments and positions in these."""
+
+    places: Any
+    ids: Any = None
+    positions: Any = None
+
+
+def unsupported(query: Any, extras: Extras, rules: Rules, *, backward: bool) -> str | None:
     """Why the Pallas kernels do not support a call; None if they do."""
-    for name in ("bias", "mask", "q_positions"):
-        if getattr(extras, name) is not None:
-            return f"this kernel takes no {name}"
+    for name in ("bias", "mask"):
+        found = getattr(extras, name)
+        if found is not None and found.size >= MAX_ELEMENTS:
+            return f"this kernel takes a {name} of less than 2**31 elements, got {found.size}"
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"this kernel takes float32, bfloat16 and float16, got {query.dtype}"
     if not rules.normalize or rules.logits_dtype != "float32":
         return "this kernel normalises its output and keeps logits in float32"
+    return _unsupported_bias(extras.bias, backward)
+
+
+def _unsupported_bias(bias: Any, backward: bool) -> str | None:
+    if bias is None:
+        return None
+    if bias.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"this kernel takes a bias of float32, bfloat16 or float16, got {bias.dtype}"
+    if backward and bias.shape[3] == 1:
+        return "this kernel has no gradient of a bias that is the same for all keys"
     return None
 
 
@@ -34,22 +57,26 @@ def dot(a: Any, b: Any, contract: tuple[int, int], rules: Rules) -> Any:
     return lax.dot_general(a, b, dims, precision=rules.precision, preferred_element_type=jnp.float32)
 
 
-def scores(q: Any, k: Any, seen: Any, rules: Rules) -> tuple[Any, Any]:
+def scores(q: Any, k: Any, seen: Any, rules: Rules, bias: Any = None) -> tuple[Any, Any]:
     """Logits of a tile, and the slope of the soft cap at each; `seen` is a mask or None."""
     s = dot(q, k, (1, 1), rules) * rules.scale
     slope: Any = 1.0
     if rules.soft_cap is not None:
         t = jnp.tanh(s / rules.soft_cap)
         s, slope = rules.soft_cap * t, 1.0 - t * t
+    if bias is not None:
+        s = s + bias.astype(jnp.float32)
     return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
 
 
-def seen(rows: Any, cols: Any, kv_len: int, segments: tuple[Any, Any] | None, rules: Rules) -> Any:
-    """Which queries see which keys in a tile; `rows` is a column and `cols` a row of indices."""
-    found = cols < kv_len
-    inside = masks.may_see(rows, cols, rules)
+def seen(rows: Side, cols: Side, kv_len: int, rules: Rules, mask: Any = None) -> Any:
+    """Which queries see which keys in a tile; one side is a column, the other a row."""
+    found = cols.places < kv_len
+    placed = rows.positions is None
+    inside = masks.may_see(*(x.places if placed else x.positions for x in (rows, cols)), rules)
     found = found if inside is None else found & inside
-    return found if segments is None else found & (segments[0] == segments[1])
+    found = found if rows.ids is None else found & (rows.ids == cols.ids)
+    return found if mask is None else found & mask
 
 
 def accumulate(carry: Any, s: Any, v: Any, drop: Callable[[Any], Any], rules: Rules) -> Any:
