@@ -31,7 +31,7 @@ def bias_gradient(cut: Cut, bias: Array, saved: dict[str, Array], interpret: boo
         [
             (
                 ((batches, heads, q_length, cut.kv_length), jnp.float32),
-                pl.BlockSpec((None, None, block, cut.cols), lambda j, i, n: (n // heads, n % heads, i, j)),
+                pl.BlockSpec((None, None, block, cut.cols), lambda j, i, n: (lax.div(n, heads), lax.rem(n, heads), i, j)),
             )
         ],
         grid=(cut.kv_length // cut.cols, q_length // block, batches * heads),
@@ -49,8 +49,8 @@ def _kernel(refs: Any, out_ref: Any, *, cut: Cut, shared: tuple[int, int], heads
 
     def of_head(m: Any, carry: Any) -> Any:
         # Those that share a bias of all heads are adjacent; those that share one of a whole batch are not.
-        batch = (n // heads) * shared[0] + m // shared[1]
-        head = (n % heads) * shared[1] + m % shared[1]
+        batch = lax.div(n, heads) * shared[0] + lax.div(m, shared[1])
+        head = lax.rem(n, heads) * shared[1] + lax.rem(m, shared[1])
         return lax.fori_loop(start, end, partial(_step, refs, cut, batch, head, j), carry)
 
     zeros = jnp.zeros((cut.rows, cut.cols), jnp.float32)

@@ -28,15 +28,22 @@ Step = Callable[[Array, Any, bool], Any]
 
 TILE_SCORES = 1 << 20
 """Scores of one tile over all heads that a CPU's caches still hold, or nearly."""
+SPARSE_TILE_SCORES = 1 << 15
+"""The same for calls whose arrays leave out tiles: of large ones less is left out."""
 
 
-def default_blocks(heads: int, q_len: int, kv_len: int) -> tuple[int, int]:
+def default_blocks(heads: int, q_len: int, kv_len: int, *, sparse: bool = False) -> tuple[int, int]:
     """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together."""
     rows, cols = 512, 256
-    heads = known(heads)
-    while heads * rows * cols > TILE_SCORES and rows > 64:
+    heads, most = known(heads), SPARSE_TILE_SCORES if sparse else TILE_SCORES
+    while heads * rows * cols > most and rows > 64:
         rows, cols = (rows // 2, cols) if rows > cols else (rows, cols // 2)
     return fitted(rows, q_len), fitted(cols, kv_len)
+
+
+def _is_sparse(extras: Extras) -> bool:
+    """Whether a call may need few tiles: packed sequences, or a mask with rows of its own."""
+    return extras.q_segment_ids is not None or (extras.mask is not None and extras.mask.shape[2] > 1)
 
 
 def known(size: Any) -> int:
@@ -66,7 +73,8 @@ def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
     sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
     all_blocks = [(fitted(rows, q_len), fitted(cols, kv_len)) for rows in sizes for cols in sizes]
     small = [b for b in all_blocks if many * b[0] * b[1] <= 4 * TILE_SCORES]
-    return [default_blocks(many, q_len, kv_len), *small]
+    sparse = _is_sparse(Attention.of(inv.args, inv.kwargs).extras)
+    return [default_blocks(many, q_len, kv_len, sparse=sparse), *small]
 
 
 def forward(
@@ -239,7 +247,7 @@ class _Tiles:
         query, key, value, extras, rules = call
         batch, q_len, heads, _ = query.shape
         kv_len, kv_heads = key.shape[1:3]
-        guess = default_blocks(batch * heads, q_len, kv_len)
+        guess = default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(extras))
         rows = fitted(params.q_blocksize, q_len) if params and params.q_blocksize else guess[0]
         cols = fitted(params.kv_blocksize, kv_len) if params and params.kv_blocksize else guess[1]
 

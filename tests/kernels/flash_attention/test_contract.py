@@ -39,20 +39,21 @@ BLOCKS = {
 }
 """Smaller than the sequences, and different in both directions; a TPU's tiles have at least 128 columns."""
 
-PALLAS_REFUSES = {
-    "wide bias", "bias", "bias of all heads", "bias of a key", "bias of a query", "mask", "mask of keys",
-    "mask that hides all", "packed, other keys", "many sinks", "not normalised", "rounded logits", "everything",
-}  # fmt: skip
+PALLAS_REFUSES = {"bias of a query", "not normalised", "rounded logits"}
 REFUSES = {
     "xla": set(),
     "triton": PALLAS_REFUSES,
     "pallas": PALLAS_REFUSES | {"plain float16", "causal float16"},
     "cudnn": {
         "wide value dim 64", "wide lower right", "wide window, both sides", "wide soft cap", "wide segments",
-        "wide sinks", "wide dropout", "wide bias", "wide float32",
+        "wide sinks", "wide dropout", "wide bias", "wide float32", "wide segments, mixed", "wide packed",
+        "wide packed, other keys", "wide mask", "wide mask of heads", "wide mask of keys", "wide bias of all heads",
+        "wide bias of a key",
     },
     "mosaic": {
         "wide head dim 80", "wide value dim 64", "wide odd lengths", "wide dropout", "wide bias", "wide float32",
+        "wide packed, other keys", "wide mask", "wide mask of heads", "wide mask of keys", "wide bias of all heads",
+        "wide bias of a key",
     },
 }  # fmt: skip
 """Names of cases that an implementation does not serve, forward or backward; all others it must."""
