@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
@@ -134,7 +135,11 @@ def heads_first(x: Array, block: int, dim: int | None = None, fill: float = 0.0)
 
 
 def call(
-    kernel: Callable[..., None], inputs: dict[str, tuple[Array, Any]], outputs: list[tuple[Any, Any]], **options: Any
+    kernel: Callable[..., None],
+    inputs: dict[str, tuple[Array, Any]],
+    outputs: list[tuple[Any, Any]],
+    scalars: dict[str, Array] | None = None,
+    **options: Any,
 ) -> list[Array]:
     """`pl.pallas_call` of a kernel that takes a dict of input references and its output references.
 
@@ -142,13 +147,19 @@ def call(
       kernel: `kernel(inputs, *outputs, *scratch)`.
       inputs: Array and BlockSpec of each.
       outputs: (shape, dtype) and BlockSpec of each.
+      scalars: Of a TPU kernel: what is in scalar memory before anything is loaded; index maps get it, too.
       **options: As for `pl.pallas_call`.
     """
-    names, arrays, in_specs = list(inputs), [x for x, _ in inputs.values()], [spec for _, spec in inputs.values()]
+    scalars = scalars or {}
+    names, arrays = [*scalars, *inputs], [*scalars.values(), *(x for x, _ in inputs.values())]
+    specs = {"in_specs": [spec for _, spec in inputs.values()], "out_specs": [spec for _, spec in outputs]}
+    if scalars:
+        specs |= {name: options.pop(name) for name in ("grid", "scratch_shapes")}
+        options["grid_spec"] = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), **specs)
+    else:
+        options |= specs
     return pallas_call(
         lambda *refs: kernel(dict(zip(names, refs, strict=False)), *refs[len(names) :]),
         out_shape=[jax.ShapeDtypeStruct(*shape) for shape, _ in outputs],
-        in_specs=in_specs,
-        out_specs=[spec for _, spec in outputs],
         **options,
     )(*arrays)
