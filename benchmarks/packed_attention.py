@@ -101,7 +101,7 @@ def main() -> None:
             for what, call in both.items():
                 times.setdefault((name, what), []).append(measured(call, options.repeat))
     device = jax.devices()[0].device_kind
-    print(f"{device}, JAX {jax.__version__}, {options.count} × {options.length}, causal, heads {options.heads}", end="")
+    print(f"{device}, JAX {jax.__version__}, {options.count} x {options.length}, causal, heads {options.heads}", end="")
     print(f"/{options.kv_heads}, dim {options.dim}, {options.platform or 'untuned'}, {options.rounds} rounds\n")
     print("| way | forward, ms | to the batch | with gradients, ms | to the batch |\n|---|---|---|---|---|")
     found = {key: statistics.median(values[1:]) for key, values in times.items()}

@@ -16,9 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.kernels.flash_attention.pallas_bias import bias_gradient
-from ejkernel.kernels.flash_attention.pallas_blocks import Cut, View, Walking
+from ejkernel.kernels.flash_attention.pallas_blocks import Cut
 from ejkernel.kernels.flash_attention.pallas_cut import Part, Place, bundles, fitted
 from ejkernel.kernels.flash_attention.pallas_memory import Kernel, vmem_bytes, vmem_limit
+from ejkernel.kernels.flash_attention.pallas_views import View, Walking
 from ejkernel.kernels.flash_attention.visits import needed_steps as needed_steps
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils import devices, fingerprint
@@ -37,7 +38,7 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
         return "this kernel takes no empty arrays"
     if query.dtype == jnp.float16:
         return "TPUs have no float16"
-    return tile.unsupported(query, extras, rules, backward=backward)
+    return tile.unsupported(query, extras, rules)
 
 
 def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:

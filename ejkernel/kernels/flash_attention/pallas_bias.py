@@ -17,9 +17,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention
-from ejkernel.kernels.flash_attention.pallas_blocks import Cut, Inputs, View
+from ejkernel.kernels.flash_attention.pallas_blocks import Cut, Inputs
 from ejkernel.kernels.flash_attention.pallas_cut import PART, Part, Place
 from ejkernel.kernels.flash_attention.pallas_memory import vmem_limit
+from ejkernel.kernels.flash_attention.pallas_views import View
 
 Array = jax.Array
 
@@ -35,7 +36,8 @@ class ByBias(View):
         blocks = (cut.q_blocks if self.by_rows else 1, cut.kv_blocks)
         self.grid = (self.batches, self.heads, *blocks, cut.batch // self.batches * self.shared, *(walk or (1,)))
 
-    def place(self, b: Any, h: Any, i: Any, j: Any, n: Any, t: Any) -> tuple[Any, Any, Any, Any]:
+    def place(self, *grid: Any) -> tuple[Any, Any, Any, Any]:
+        b, h, i, j, n, t = grid
         batch = b * (self._cut.batch // self.batches) + n // self.shared
         return batch, h * self.shared + n % self.shared, i if self.by_rows else t, j
 
@@ -50,11 +52,13 @@ def bias_gradient(cut: Cut, call: Attention, inputs: Callable[[View], Inputs], i
     bias = call.extras.bias
     view = ByBias(cut, bias)
     rows = cut.q_length if view.by_rows else 1
+    # A single row of few bits cannot be stored.
+    dtype = bias.dtype if view.by_rows and bias.dtype != jnp.float16 else jnp.float32
     limit = vmem_limit("dbias", cut.rows, cut.cols, call)
     (found,) = tile.call(
         partial(_kernel, cut=cut, view=view),
         inputs(view),
-        [(((*bias.shape[:2], rows, cut.kv_length), jnp.float32), view.own())],
+        [(((*bias.shape[:2], rows, cut.kv_length), dtype), view.own())],
         grid=view.grid,
         scratch_shapes=[pltpu.VMEM((cut.rows if view.by_rows else 1, cut.cols), jnp.float32)],
         name="flash_attention_dbias",
@@ -87,7 +91,7 @@ def _kernel(refs: Any, out_ref: Any, acc: Any, *, cut: Cut, view: ByBias) -> Non
 
     @pl.when((n == view.grid[4] - 1) & (t == view.grid[5] - 1))
     def _finish() -> None:
-        out_ref[...] = acc[...]
+        out_ref[...] = acc[...].astype(out_ref.dtype)
 
 
 def _in_band(cut: Cut, i: Any, j: Any) -> Any:

@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import needed, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras
-from ejkernel.kernels.flash_attention.pallas_cut import Course, Found, Part, Place, Walk, fitted
+from ejkernel.kernels.flash_attention.pallas_cut import Part, Place, Walk, fitted
+from ejkernel.kernels.flash_attention.pallas_views import ByKey, ByQuery, View
 from ejkernel.kernels.flash_attention.tile import Side
 
 Array = jax.Array
@@ -121,9 +122,9 @@ class Cut:
             other[name] = refs[f"{'q' if axis else 'kv'}_{name}"][:, part.other_rows]
         rows, cols = self._indices(place, part, axis)
         of_q, of_kv = (own, other) if axis == 0 else (other, own)
-        sides = (Side(x, at.get("ids"), at.get("at")) for x, at in ((rows, of_q), (cols, of_kv)))
+        of_q, of_kv = Side(rows, of_q.get("ids"), of_q.get("at")), Side(cols, of_kv.get("ids"), of_kv.get("at"))
         mask = self.plane(refs, "mask", part)
-        return tile.seen(*sides, self.kv_len, self.rules, None if mask is None else mask.astype(jnp.int32) != 0)
+        return tile.seen(of_q, of_kv, self.kv_len, self.rules, None if mask is None else mask.astype(jnp.int32) != 0)
 
     def plane(self, refs: Any, name: str, part: Part) -> Any:
         """A part of the bias or the mask, or what of it broadcasts."""
@@ -146,113 +147,11 @@ class Cut:
         )
 
 
-class View:
-    """Block specs for one kind of grid: `place` maps its indices to (batch, head, query block, key block)."""
-
-    turned = False
-    """Whether keys are the rows of a tile."""
-
-    def __init__(self, cut: Cut) -> None:
-        self._cut = cut
-
-    def place(self, *grid: Any) -> tuple[Any, Any, Any, Any]:
-        """Batch, head, and blocks of queries and keys; what is in scalar memory follows the indices of the grid."""
-        raise NotImplementedError
-
-    def _spec(self, shape: tuple[Any, ...], at: Any) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda *grid: at(*self.place(*grid)))
-
-    def queries(self, dim: int) -> pl.BlockSpec:
-        return self._spec((None, None, self._cut.rows, dim), lambda b, h, i, j: (b, h, i, 0))
-
-    def keys(self, dim: int) -> pl.BlockSpec:
-        group = self._cut.group
-        return self._spec((None, None, self._cut.cols, dim), lambda b, h, i, j: (b, h // group, j, 0))
-
-    def per_query(self, count: int) -> pl.BlockSpec:
-        """`count` numbers per query, as [batch, heads, count, q]."""
-        return self._spec((None, None, count, self._cut.rows), lambda b, h, i, j: (b, h, 0, i))
-
-    def query_row(self) -> pl.BlockSpec:
-        return self._spec((None, 1, self._cut.rows), lambda b, h, i, j: (b, 0, i))
-
-    def key_row(self) -> pl.BlockSpec:
-        return self._spec((None, 1, self._cut.cols), lambda b, h, i, j: (b, 0, j))
-
-    def plane(self, x: Array) -> pl.BlockSpec:
-        """Of a bias or a mask, whose axes may be 1."""
-        many = [n > 1 for n in x.shape]
-        shape = [self._cut.rows if many[2] else 1, self._cut.cols if many[3] else 1]
-
-        def at(*place: Any) -> tuple[Any, ...]:
-            b, h, i, j = (n if m else 0 for m, n in zip(many, place, strict=True))
-            return (b, h, j, i) if self.turned else (b, h, i, j)
-
-        return self._spec((None, None, *(shape[::-1] if self.turned else shape)), at)
-
-
-class Walking(View):
-    """A view of a grid whose last axis walks over the blocks of the other side."""
-
-    def __init__(self, cut: Cut, walk: Walk) -> None:
-        super().__init__(cut)
-        self._walk, self._visits = walk, cut.visits(turned=self.turned)
-
-    @property
-    def scalars(self) -> dict[str, Array]:
-        """What is to be in scalar memory."""
-        found = {} if self._visits is None else self._visits._asdict()
-        return {name: x.reshape(-1) for name, x in found.items() if x is not None}
-
-    @property
-    def width(self) -> Any:
-        """How long the longest walk is: of those that are needed, if that was found."""
-        if self._visits is None:
-            return self._walk.width
-        spans = self._visits.spans
-        last = spans[..., -1] if self._visits.order is not None else spans[..., 3] - spans[..., 0]
-        return jnp.maximum(last.max(), 1)
-
-    def course(self, scalars: tuple[Any, ...], batch: Any, head: Any, block: Any) -> Course:
-        """The walk of a block, read from scalar memory if it was found."""
-        if self._visits is None:
-            return self._walk.course(block)
-        batches, heads, blocks, others = (self._visits.order if len(scalars) > 1 else self._visits.spans).shape
-        line = ((batch if batches > 1 else 0) * heads + (head if heads > 1 else 0)) * blocks + block
-        listed, count = len(scalars) > 1, self._visits.spans.shape[3]
-        spans = needed.steps(lambda n: scalars[0][line * count + n], listed=listed)
-        order = (lambda step: scalars[1][line * others + step]) if listed else None
-        return self._walk.course(block, Found(spans, order))
-
-
-    def read(self, refs: Any, batch: Any, head: Any, block: Any) -> Course:
-        """The same inside a kernel."""
-        return self.course(tuple(refs[name] for name in ("spans", "order") if name in refs), batch, head, block)
-
-    def last(self, axis: int) -> Any:
-        """The last step of all walks, inside a kernel."""
-        return (self._walk.width if self._visits is None else pl.num_programs(axis)) - 1
-
-
-class ByQuery(Walking):
-    """A block of queries walks over keys: the grid is (batch, head, block of queries, step)."""
-
-    def place(self, b: Any, h: Any, i: Any, t: Any, *scalars: Any) -> tuple[Any, Any, Any, Any]:
-        return b, h, i, self.course(scalars, b, h, i).fetched(t)
-
-
-class ByKey(Walking):
-    """A block of keys walks over queries: (batch, key head, block of keys, head of the group, step)."""
-
-    turned = True
-
-    def place(self, b: Any, h: Any, j: Any, g: Any, t: Any, *scalars: Any) -> tuple[Any, Any, Any, Any]:
-        head = h * self._cut.group + g
-        return b, head, self.course(scalars, b, head, j).fetched(t), j
-
-
 def _with_mask_as_segments(extras: Extras, shape: tuple[int, ...], kv_len: int) -> Extras:
-    """A mask of keys, or of queries, that all heads share is one of segments, if there are none: what it hides is alone."""
+    """A mask of keys, or of queries, that all heads share can be one of segments, if there are none.
+
+    What it hides is in a segment of its own then.
+    """
     mask, (batch, q_len, *_) = extras.mask, shape
     if mask is None or extras.q_segment_ids is not None or mask.shape[1] > 1 or (1 not in mask.shape[2:]):
         return extras

@@ -29,7 +29,7 @@ class Side(NamedTuple):
     positions: Any = None
 
 
-def unsupported(query: Any, extras: Extras, rules: Rules, *, backward: bool) -> str | None:
+def unsupported(query: Any, extras: Extras, rules: Rules) -> str | None:
     """Why the Pallas kernels do not support a call; None if they do."""
     for name in ("bias", "mask"):
         found = getattr(extras, name)
@@ -39,15 +39,13 @@ def unsupported(query: Any, extras: Extras, rules: Rules, *, backward: bool) -> 
         return f"this kernel takes float32, bfloat16 and float16, got {query.dtype}"
     if not rules.normalize or rules.logits_dtype != "float32":
         return "this kernel normalises its output and keeps logits in float32"
-    return _unsupported_bias(extras.bias, backward)
+    return None if extras.bias is None else _unsupported_bias(extras.bias)
 
 
-def _unsupported_bias(bias: Any, backward: bool) -> str | None:
-    if bias is None:
-        return None
+def _unsupported_bias(bias: Any) -> str | None:
     if bias.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"this kernel takes a bias of float32, bfloat16 or float16, got {bias.dtype}"
-    if backward and bias.shape[3] == 1:
+    if bias.shape[3] == 1:
         return "this kernel has no gradient of a bias that is the same for all keys"
     return None
 
@@ -73,8 +71,8 @@ def scores(q: Any, k: Any, seen: Any, rules: Rules, bias: Any = None) -> tuple[A
 def seen(rows: Side, cols: Side, kv_len: int, rules: Rules, mask: Any = None) -> Any:
     """Which queries see which keys in a tile; one side is a column, the other a row."""
     found = cols.places < kv_len
-    placed = rows.positions is None
-    inside = masks.may_see(*(x.places if placed else x.positions for x in (rows, cols)), rules)
+    at = (rows.places, cols.places) if rows.positions is None else (rows.positions, cols.positions)
+    inside = masks.may_see(*at, rules)
     found = found if inside is None else found & inside
     found = found if rows.ids is None else found & (rows.ids == cols.ids)
     return found if mask is None else found & mask
@@ -152,7 +150,10 @@ def call(
     """
     scalars = scalars or {}
     names, arrays = [*scalars, *inputs], [*scalars.values(), *(x for x, _ in inputs.values())]
-    specs = {"in_specs": [spec for _, spec in inputs.values()], "out_specs": [spec for _, spec in outputs]}
+    specs: dict[str, Any] = {
+        "in_specs": [spec for _, spec in inputs.values()],
+        "out_specs": [spec for _, spec in outputs],
+    }
     if scalars:
         specs |= {name: options.pop(name) for name in ("grid", "scratch_shapes")}
         options["grid_spec"] = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), **specs)

@@ -34,7 +34,7 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
         return f"head dims must be at most 256, got {query.shape[3]} and {value.shape[3]}"
     if 0 in (query.size, key.size, value.size):
         return "this kernel takes no empty arrays"
-    return tile.unsupported(query, extras, rules, backward=backward)
+    return tile.unsupported(query, extras, rules)
 
 
 def default_forward(head_dim: int) -> FwdParams:

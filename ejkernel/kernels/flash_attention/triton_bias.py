@@ -30,14 +30,16 @@ def bias_gradient(cut: Cut, bias: Array, saved: dict[str, Array], interpret: boo
         {name: whole(x) for name, x in {**cut.whole_inputs(), **saved}.items()},
         [
             (
-                ((batches, heads, q_length, cut.kv_length), jnp.float32),
-                pl.BlockSpec((None, None, block, cut.cols), lambda j, i, n: (lax.div(n, heads), lax.rem(n, heads), i, j)),
+                ((batches, heads, q_length, cut.kv_length), bias.dtype),
+                pl.BlockSpec(
+                    (None, None, block, cut.cols), lambda j, i, n: (lax.div(n, heads), lax.rem(n, heads), i, j)
+                ),
             )
         ],
         grid=(cut.kv_length // cut.cols, q_length // block, batches * heads),
         **cut.options(interpret),
     )
-    return found[:, :, :rows, : bias.shape[3]].astype(bias.dtype)
+    return found[:, :, :rows, : bias.shape[3]]
 
 
 def _kernel(refs: Any, out_ref: Any, *, cut: Cut, shared: tuple[int, int], heads: int) -> None:
@@ -55,7 +57,8 @@ def _kernel(refs: Any, out_ref: Any, *, cut: Cut, shared: tuple[int, int], heads
 
     zeros = jnp.zeros((cut.rows, cut.cols), jnp.float32)
     found = lax.fori_loop(0, shared[0] * shared[1], of_head, zeros)
-    out_ref[...] = found if whole_rows else jnp.sum(found, axis=0, keepdims=True)
+    found = found if whole_rows else jnp.sum(found, axis=0, keepdims=True)
+    out_ref[...] = found.astype(out_ref.dtype)
 
 
 def _spans(cut: Cut, j: Any) -> masks.Spans:

@@ -1,7 +1,7 @@
 """How a call is cut into tiles for the Triton kernels, and which of them a program visits.
 
-A program owns a block of queries, or of keys, and walks over those of the other side. Where only places decide, its walk
-is computed; where arrays do (segments, positions, masks), it was found before the kernel and is read.
+A program owns a block of queries, or of keys, and walks over those of the other side. Where only places decide, its
+walk is computed; where arrays do (segments, positions, masks), it was found before the kernel and is read.
 """
 
 from __future__ import annotations

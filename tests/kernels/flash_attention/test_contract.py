@@ -29,6 +29,7 @@ from tests.kernels.flash_attention.cases import (
     assert_close,
     attend,
     normal,
+    segments,
     truth,
 )
 
@@ -42,6 +43,7 @@ BLOCKS = {
 PALLAS_REFUSES = {"bias of a query", "not normalised", "rounded logits"}
 REFUSES = {
     "xla": set(),
+    "reference": set(),
     "triton": PALLAS_REFUSES,
     "pallas": PALLAS_REFUSES | {"plain float16", "causal float16"},
     "cudnn": {
@@ -116,8 +118,8 @@ def test_implementations_serve_what_they_are_to():
 
 
 def test_refused_call_is_an_error_with_the_reason():
-    args, kwargs = Case("bias", make={"bias": normal("q", "k")}).arrays()
-    with pytest.raises(UnsupportedCallError, match="triton: this kernel takes no bias"):
+    args, kwargs = Case("bias", make={"bias": normal("q", 1)}).arrays()
+    with pytest.raises(UnsupportedCallError, match="triton: this kernel has no gradient of a bias that"):
         through("triton")(*args, **kwargs)
 
 
@@ -142,6 +144,40 @@ def test_segment_that_begins_inside_of_a_tile_is_seen_from_all_of_its_tiles():
         "xla", fwd=FwdParams(q_blocksize=16, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=16)
     )
     assert_close(attend(call, args, kwargs), truth(args, kwargs), 2e-5)
+
+
+# --- Tiles that nobody needs, by what arrays say ---
+
+
+@pytest.mark.parametrize(("platform", "by_mask"), [("xla", False), ("xla", True), ("triton", True), ("pallas", False)])
+def test_tiles_between_segments_are_not_touched(platform, by_mask):
+    # Anything that a weight of zero is multiplied with is zero, but for what is no number.
+    size = 128 if platform == "pallas" else 16
+    ids = np.arange(4 * size) // size
+    pairs = jnp.asarray(ids[:, None] == ids[None, :])
+    make = {"attention_mask": pairs} if by_mask else {"q_segment_ids": jnp.asarray(ids)[None]}
+    params = {"q_blocksize": size, "kv_blocksize": size}
+    args, kwargs = Case("segments", 1, 4 * size, 4 * size, 1, 1, 16, make=make).arrays()
+    call = through(platform, fwd=FwdParams(**params), bwd=BwdParams(**params))
+    poisoned = [None if x is None else x.at[:, size : 2 * size].set(jnp.nan) for x in args]
+    got, want = attend(call, poisoned, kwargs), truth(args, kwargs)
+    kept = np.r_[:size, 2 * size : 4 * size]
+    assert_close({name: x[:, kept] for name, x in got.items()}, {name: x[:, kept] for name, x in want.items()}, 2e-5)
+
+
+@pytest.mark.parametrize("make", [{"causal": True}, {"q_segment_ids": segments("q")}], ids=["causal", "segments"])
+def test_gradient_of_a_gradient_where_tiles_are_left_out(make):
+    args, kwargs = Case("twice", 1, 40, 40, 2, 1, 8, make=make).arrays()
+    blocks = {"q_blocksize": 16, "kv_blocksize": 16}
+    tiled = through("xla", fwd=FwdParams(**blocks), bwd=BwdParams(**blocks))
+
+    def twice(call):
+        loss = lambda q, k: (call(q, k, args[2], None, None, **kwargs) ** 2).sum()
+        first = lambda q, k: sum(jnp.sin(x).sum() for x in jax.grad(loss, argnums=(0, 1))(q, k))
+        return jax.jit(jax.grad(first, argnums=(0, 1)))(*args[:2])
+
+    for got, want in zip(twice(tiled), twice(through("reference")), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 # --- Logits so large that float32 cannot hold them and the logarithm of their sum ---

@@ -229,7 +229,8 @@ def test_guess_on_hopper_is_the_best_that_can_serve():
     assert guess(head_dim=80, logits_soft_cap=2.0).platform == "triton"
     assert guess(dropout_prob=0.1, dropout_seed=1).platform == "triton"
     assert guess(dtype=jnp.float32).platform == "triton"
-    assert guess(bias=jnp.zeros((256, 256))).platform == "xla"
+    assert guess(bias=jnp.zeros((256, 256))).platform == "triton"
+    assert guess(bias=jnp.zeros((256, 1))).platform == "xla"
     assert guess(causal=True, platform="xla").platform == "xla"
 
 
@@ -248,7 +249,7 @@ def test_backward_stays_with_the_forward_if_it_can():
             continue
         assert guess(backward=True, forward=forward, causal=True).platform == forward
     assert guess(backward=True, forward="cudnn", causal=True).bwd_params is None
-    assert guess(backward=True, forward="triton", bias=jnp.zeros((256, 256))).platform == "xla"
+    assert guess(backward=True, forward="triton", bias=jnp.zeros((256, 1))).platform == "xla"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
