@@ -32,6 +32,7 @@ from tests.kernels.flash_attention.cases import (
     segments,
     truth,
 )
+from tests.support import fully, table
 
 BLOCKS = {
     "xla": (FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=16)),
@@ -149,7 +150,7 @@ def test_segment_that_begins_inside_of_a_tile_is_seen_from_all_of_its_tiles():
 # --- Tiles that nobody needs, by what arrays say ---
 
 
-@pytest.mark.parametrize(("platform", "by_mask"), [("xla", False), ("xla", True), ("triton", True), ("pallas", False)])
+@pytest.mark.parametrize(("platform", "by_mask"), table(("xla", "triton", "pallas"), (True, False)))
 def test_tiles_between_segments_are_not_touched(platform, by_mask):
     # Anything that a weight of zero is multiplied with is zero, but for what is no number.
     size = 128 if platform == "pallas" else 16
@@ -165,7 +166,7 @@ def test_tiles_between_segments_are_not_touched(platform, by_mask):
     assert_close({name: x[:, kept] for name, x in got.items()}, {name: x[:, kept] for name, x in want.items()}, 2e-5)
 
 
-@pytest.mark.parametrize("make", [{"causal": True}, {"q_segment_ids": segments("q")}], ids=["causal", "segments"])
+@pytest.mark.parametrize("make", [{"q_segment_ids": segments("q")}, *fully({"causal": True})])
 def test_gradient_of_a_gradient_where_tiles_are_left_out(make):
     args, kwargs = Case("twice", 1, 40, 40, 2, 1, 8, make=make).arrays()
     blocks = {"q_blocksize": 16, "kv_blocksize": 16}

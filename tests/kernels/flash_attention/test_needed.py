@@ -1,5 +1,8 @@
 """Which tiles a call needs: none that has something to see is left out, and with sorted ids no other is computed."""
 
+from itertools import product
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ def call(name):
     """Extras, rules, and who sees whom: [batch or 1, heads or 1, q, kv]."""
     q_ids, kv_ids = (ids(n, order="mixed" if name == "mixed" else "sorted") for n in (Q, KV))
     same = np.asarray(q_ids)[:, None, :, None] == np.asarray(kv_ids)[:, None, None, :]
+    late = np.arange(KV) > 9
     squares = np.random.default_rng(3).random((2, 3, 6, 4)) < 0.3
     squares = squares.repeat(ROWS, axis=2).repeat(COLS, axis=3)[:, :, :Q, :KV]
     extras = Extras(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
@@ -36,7 +40,7 @@ def call(name):
         "mixed": (extras, Rules(scale=1.0), same),
         "window": (extras, Rules(scale=1.0, lower=-9, upper=2), same & places(-9, 2)),
         "squares": (Extras(mask=jnp.asarray(squares)), Rules(scale=1.0, upper=0), squares & places(upper=0)),
-        "keys": (Extras(mask=jnp.asarray(np.arange(KV) > 9)[None, None, None]), Rules(scale=1.0), places() & (np.arange(KV) > 9)),
+        "keys": (Extras(mask=jnp.asarray(late)[None, None, None]), Rules(scale=1.0), places() & late),
         "positions": (
             extras._replace(q_positions=jnp.arange(Q)[None] % 7, kv_positions=jnp.arange(KV)[None] % 9),
             Rules(scale=1.0, upper=0),
@@ -73,10 +77,15 @@ def walked(visits, others):
 @pytest.mark.parametrize("name", ["sorted", "mixed", "window", "squares", "keys", "positions"])
 def test_walks_reach_every_tile_that_is_needed_once(name):
     extras, rules, seen = call(name)
-    found = needed.find(extras, rules, BLOCKS)
     some, whole = tiles(seen)
-    for turned, walk in ((False, needed.ranges), (True, needed.ranges), (False, needed.listed), (True, needed.listed)):
-        visits = walk(found.turned() if turned else found)
+    ways = list(product((False, True), (needed.ranges, needed.listed)))
+
+    @jax.jit
+    def all_visits():
+        found = needed.find(extras, rules, BLOCKS)
+        return [walk(found.turned() if turned else found) for turned, walk in ways]
+
+    for (turned, walk), visits in zip(ways, jax.device_get(all_visits()), strict=True):
         reached, clear = walked(visits, BLOCKS.q_blocks if turned else BLOCKS.kv_blocks)
         reached, clear = (x.swapaxes(2, 3) if turned else x for x in (reached, clear))
         assert reached.max() <= 1
