@@ -15,8 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
-from ejkernel.kernels.flash_attention.pallas_cut import Cut, Part, Place, View, bundles, fitted
+from ejkernel.kernels.flash_attention.pallas_bias import bias_gradient
+from ejkernel.kernels.flash_attention.pallas_blocks import Cut
+from ejkernel.kernels.flash_attention.pallas_cut import Part, Place, bundles, fitted
 from ejkernel.kernels.flash_attention.pallas_memory import Kernel, vmem_bytes, vmem_limit
+from ejkernel.kernels.flash_attention.pallas_views import View, Walking
 from ejkernel.kernels.flash_attention.visits import needed_steps as needed_steps
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils import devices, fingerprint
@@ -83,38 +86,40 @@ def forward(
             (((batch, heads, cut.q_length, dim), query.dtype), cut.by_query.queries(dim)),
             (((batch, heads, 2, cut.q_length), jnp.float32), cut.by_query.per_query(2)),
         ],
-        grid=(batch, heads, cut.q_blocks, cut.keys.width),
-        scratch_shapes=[_floats(cut.rows, dim), *_columns(cut.rows, 2), *_ids(cut, cut.rows)],
-        **_options("forward", cut, call, interpret, sequential=1),
+        grid=(batch, heads, cut.q_blocks, cut.by_query.width),
+        scratch_shapes=[_floats(cut.rows, dim), *_columns(cut.rows, 2), *cut.columns(cut.rows)],
+        **_options("forward", cut, call, interpret, cut.by_query),
     )
     sums = masks.LogSum(sums[:, :, 0, :q_len], sums[:, :, 1, :q_len])
     return masks.with_sinks(out[:, :, :q_len].swapaxes(1, 2), sums, extras.softmax_aux)
 
 
-def _forward_kernel(refs: Any, o_ref: Any, sums_ref: Any, o_acc: Any, m_acc: Any, l_acc: Any, *ids: Any, cut: Cut):
+def _forward_kernel(refs: Any, o_ref: Any, sums_ref: Any, o_acc: Any, m_acc: Any, l_acc: Any, *kept: Any, cut: Cut):
     b, h, i, t = map(pl.program_id, range(4))
-    place = Place(b * cut.heads + h, i, cut.keys.at(i, t))
+    course = cut.by_query.read(refs, b, h, i)
+    place = Place(b * cut.heads + h, i, course.at(t))
 
     @pl.when(t == 0)
     def _start() -> None:
         o_acc[...] = jnp.zeros(o_acc.shape, jnp.float32)
         m_acc[...] = jnp.full(m_acc.shape, pallas_tile.UNSEEN, jnp.float32)
         l_acc[...] = jnp.zeros(l_acc.shape, jnp.float32)
-        _keep(ids, refs, "q_ids")
+        cut.keep(kept, refs, "q")
 
     def step(masked: bool, part: Part) -> None:
         at, there = part.own_rows, part.other_rows
-        seen = cut.seen(place, part, _pair(ids, refs, "kv_ids", part), 0) if masked else None
-        s, _ = pallas_tile.unscaled(refs["q"][at, :], refs["k"][there, :], seen, cut.rules)
-        carry = o_acc[at, :], m_acc[at, :], l_acc[at, :]
-        carry = pallas_tile.accumulate(carry, s, refs["v"][there, :], cut.dropper(refs, place, part, 0), cut.rules)
+        seen = cut.seen(refs, _of(kept, part), place, part, 0) if masked else None
+        bias = cut.plane(refs, "bias", part)
+        s, _ = pallas_tile.unscaled(refs["q"][at, :], refs["k"][there, :], seen, cut.rules, bias)
+        carry, drop = (o_acc[at, :], m_acc[at, :], l_acc[at, :]), cut.dropper(refs, place, part, 0)
+        carry = pallas_tile.accumulate(carry, s, refs["v"][there, :], drop, cut.rules, cut.unit)
         o_acc[at, :], m_acc[at, :], l_acc[at, :] = carry
 
-    cut.keys.compute(i, t, step)
+    course.compute(t, step)
 
-    @pl.when(t == cut.keys.width - 1)
+    @pl.when(t == cut.by_query.last(3))
     def _finish() -> None:
-        out, sums = pallas_tile.finished((o_acc[...], m_acc[...], l_acc[...]), cut.rules)
+        out, sums = pallas_tile.finished((o_acc[...], m_acc[...], l_acc[...]), cut.unit)
         o_ref[...] = out.astype(o_ref.dtype)
         sums_ref[...] = jnp.concatenate(sums, axis=0)
 
@@ -131,12 +136,12 @@ def backward(
     params: BwdParams | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array, None]:
-    """Returns the gradients of query, key and value."""
+) -> tuple[Array, Array, Array, Array | None]:
+    """Returns the gradients of query, key, value and bias."""
     call = Attention(query, key, value, extras, rules)
     cut = _cut(call, params, _BACKWARD)
     (batch, q_len, heads, dim), (kv_len, kv_heads, value_dim) = query.shape, value.shape[1:]
-    units = pallas_tile.in_units(lse, rules)
+    units = pallas_tile.in_units(lse, cut.unit)
     dout, delta = masks.unlost(dout, delta, units.rest)
     missing = cut.q_length - q_len
     per_query = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=fill)[:, :, None]
@@ -150,9 +155,9 @@ def backward(
         partial(_query_kernel, cut=cut),
         inputs(cut.by_query),
         [(((batch, heads, cut.q_length, dim), query.dtype), cut.by_query.queries(dim))],
-        grid=(batch, heads, cut.q_blocks, cut.keys.width),
-        scratch_shapes=[_floats(cut.rows, dim), *_columns(cut.rows, 2), *_ids(cut, cut.rows)],
-        **_options("dq", cut, call, interpret, sequential=1),
+        grid=(batch, heads, cut.q_blocks, cut.by_query.width),
+        scratch_shapes=[_floats(cut.rows, dim), *_columns(cut.rows, 2), *cut.columns(cut.rows)],
+        **_options("dq", cut, call, interpret, cut.by_query),
     )
     dk, dv = tile.call(
         partial(_key_kernel, cut=cut),
@@ -161,85 +166,77 @@ def backward(
             (((batch, kv_heads, cut.kv_length, dim), key.dtype), cut.by_key.keys(dim)),
             (((batch, kv_heads, cut.kv_length, value_dim), value.dtype), cut.by_key.keys(value_dim)),
         ],
-        grid=(batch, kv_heads, cut.kv_blocks, cut.group, cut.queries.width),
-        scratch_shapes=[_floats(cut.cols, dim), _floats(cut.cols, value_dim), *_ids(cut, cut.cols)],
-        **_options("dkv", cut, call, interpret, sequential=2),
+        grid=(batch, kv_heads, cut.kv_blocks, cut.group, cut.by_key.width),
+        scratch_shapes=[_floats(cut.cols, dim), _floats(cut.cols, value_dim), *cut.columns(cut.cols)],
+        **_options("dkv", cut, call, interpret, cut.by_key),
     )
     dq, dk, dv = dq[:, :, :q_len], dk[:, :, :kv_len], dv[:, :, :kv_len]
-    return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2), None
+    dbias = None if extras.bias is None else bias_gradient(cut, call, inputs, interpret)
+    return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2), dbias
 
 
-def _query_kernel(refs: Any, dq_ref: Any, dq_acc: Any, lse: Any, delta: Any, *ids: Any, cut: Cut) -> None:
+def _query_kernel(refs: Any, dq_ref: Any, dq_acc: Any, lse: Any, delta: Any, *kept: Any, cut: Cut) -> None:
     b, h, i, t = map(pl.program_id, range(4))
-    place = Place(b * cut.heads + h, i, cut.keys.at(i, t))
+    course = cut.by_query.read(refs, b, h, i)
+    place = Place(b * cut.heads + h, i, course.at(t))
 
     @pl.when(t == 0)
     def _start() -> None:
         dq_acc[...] = jnp.zeros(dq_acc.shape, jnp.float32)
         lse[...], delta[...] = pallas_tile.column(refs["lse"][...]), pallas_tile.column(refs["delta"][...])
-        _keep(ids, refs, "q_ids")
+        cut.keep(kept, refs, "q")
 
     def step(masked: bool, part: Part) -> None:
         at, there = part.own_rows, part.other_rows
         k, v = refs["k"][there, :], refs["v"][there, :]
-        seen = cut.seen(place, part, _pair(ids, refs, "kv_ids", part), 0) if masked else None
-        s, slope = pallas_tile.unscaled(refs["q"][at, :], k, seen, cut.rules)
+        seen = cut.seen(refs, _of(kept, part), place, part, 0) if masked else None
+        s, slope = pallas_tile.unscaled(refs["q"][at, :], k, seen, cut.rules, cut.plane(refs, "bias", part))
         dp = tile.dot(refs["dout"][at, :], v, (1, 1), cut.rules)
         top, mean = (pallas_tile.spread(x[at, :], part.others) for x in (lse, delta))
-        _, ds = pallas_tile.weights(s, slope, top, mean, dp, cut.dropper(refs, place, part, 0), cut.rules)
+        _, ds = pallas_tile.weights(s, slope, top, mean, dp, cut.dropper(refs, place, part, 0), cut.unit)
         dq_acc[at, :] += tile.dot(ds.astype(k.dtype), k, (1, 0), cut.rules)
 
-    cut.keys.compute(i, t, step)
+    course.compute(t, step)
 
-    @pl.when(t == cut.keys.width - 1)
+    @pl.when(t == cut.by_query.last(3))
     def _finish() -> None:
         dq_ref[...] = (dq_acc[...] * cut.rules.scale).astype(dq_ref.dtype)
 
 
-def _key_kernel(refs: Any, dk_ref: Any, dv_ref: Any, dk_acc: Any, dv_acc: Any, *ids: Any, cut: Cut) -> None:
+def _key_kernel(refs: Any, dk_ref: Any, dv_ref: Any, dk_acc: Any, dv_acc: Any, *kept: Any, cut: Cut) -> None:
     """Keys are the rows of its tiles: what belongs to queries is a row then, as it is in memory."""
     b, h, j, g, t = map(pl.program_id, range(5))
-    place = Place(b * cut.heads + h * cut.group + g, cut.queries.at(j, t), j)
+    course = cut.by_key.read(refs, b, h * cut.group + g, j)
+    place = Place(b * cut.heads + h * cut.group + g, course.at(t), j)
 
     @pl.when((g == 0) & (t == 0))
     def _start() -> None:
         dk_acc[...] = jnp.zeros(dk_acc.shape, jnp.float32)
         dv_acc[...] = jnp.zeros(dv_acc.shape, jnp.float32)
-        _keep(ids, refs, "kv_ids")
+        cut.keep(kept, refs, "kv")
 
     def step(masked: bool, part: Part) -> None:
         at, there = part.own_rows, part.other_rows
         q, dout = refs["q"][there, :], refs["dout"][there, :]
-        pair = _pair(ids, refs, "q_ids", part)
-        seen = cut.seen(place, part, pair and pair[::-1], 1) if masked else None
-        s, slope = pallas_tile.unscaled(refs["k"][at, :], q, seen, cut.rules)
+        seen = cut.seen(refs, _of(kept, part), place, part, 1) if masked else None
+        s, slope = pallas_tile.unscaled(refs["k"][at, :], q, seen, cut.rules, cut.plane(refs, "bias", part))
         dp = tile.dot(refs["v"][at, :], dout, (1, 1), cut.rules)
         rows = refs["lse"][:, there], refs["delta"][:, there]
-        p, ds = pallas_tile.weights(s, slope, *rows, dp, cut.dropper(refs, place, part, 1), cut.rules)
+        p, ds = pallas_tile.weights(s, slope, *rows, dp, cut.dropper(refs, place, part, 1), cut.unit)
         dv_acc[at, :] += tile.dot(p.astype(dout.dtype), dout, (1, 0), cut.rules)
         dk_acc[at, :] += tile.dot(ds.astype(q.dtype), q, (1, 0), cut.rules)
 
-    cut.queries.compute(j, t, step)
+    course.compute(t, step)
 
-    @pl.when((g == cut.group - 1) & (t == cut.queries.width - 1))
+    @pl.when((g == cut.group - 1) & (t == cut.by_key.last(4)))
     def _finish() -> None:
         dk_ref[...] = (dk_acc[...] * cut.rules.scale).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
 
-# --- Segments: the ids of the block that stays are a column, kept for its whole walk ---
-
-
-def _keep(ids: tuple[Any, ...], refs: Any, name: str) -> None:
-    for kept in ids:
-        kept[...] = pallas_tile.column(refs[name][...])
-
-
-def _pair(ids: tuple[Any, ...], refs: Any, name: str, part: Part) -> tuple[Any, Any] | None:
-    """Ids of a part of the block that stays and of the one that is walked to, if there are any."""
-    if not ids:
-        return None
-    return pallas_tile.spread(ids[0][part.own_rows, :], part.others), refs[name][:, part.other_rows]
+def _of(kept: tuple[Any, ...], part: Part) -> list[Any]:
+    """A part of the columns that are kept for a walk."""
+    return [column[part.own_rows, :] for column in kept]
 
 
 # --- Around the kernels ---
@@ -261,15 +258,13 @@ def _columns(rows: int, count: int) -> list[Any]:
     return [_floats(rows, pallas_tile.LANES)] * count
 
 
-def _ids(cut: Cut, rows: int) -> list[Any]:
-    return [pltpu.VMEM((rows, pallas_tile.LANES), jnp.int32)] if cut.has_ids else []
-
-
-def _options(name: Kernel, cut: Cut, call: Attention, interpret: bool, sequential: int) -> dict[str, Any]:
-    semantics: Any = ("parallel",) * 3 + ("arbitrary",) * sequential
+def _options(name: Kernel, cut: Cut, call: Attention, interpret: bool, view: Walking) -> dict[str, Any]:
+    """The grid's first three axes are of results; those that follow add to one."""
+    semantics: Any = ("parallel",) * 3 + ("arbitrary",) * (2 if view.turned else 1)
     limit = vmem_limit(name, cut.rows, cut.cols, call)
     return {
         "name": f"flash_attention_{name}",
         "interpret": interpret,
+        "scalars": view.scalars,
         "compiler_params": pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit),
     }

@@ -21,37 +21,51 @@ from ejkernel.kernels.flash_attention.arguments import Rules
 LANES = 128
 UNSEEN = -0.7 * float(np.finfo(np.float32).max)
 """The logit of a key that is not seen. It is finite, so that the difference of two is a number."""
+LEAST = 0.8 * UNSEEN
+"""What smaller logits are taken for. Next to any larger one its weight is zero, as theirs."""
 
 
 # --- Logits ---
 
 
-def unit(rules: Rules) -> float:
-    """What an unscaled logit is to be multiplied with; positive, so that the largest stays the largest."""
+def unit(rules: Rules, *, biased: bool = False) -> float:
+    """What an unscaled logit is to be multiplied with; positive, so that the largest stays the largest.
+
+    A bias is added to logits as they are: divided by a unit, the least number would be none.
+    """
+    if biased:
+        return 1.0
     if rules.soft_cap is not None:
         return rules.soft_cap
     return rules.scale if rules.scale > 0 else 1.0
 
 
-def unscaled(a: Any, b: Any, seen: Any, rules: Rules) -> tuple[Any, Any]:
+def unscaled(a: Any, b: Any, seen: Any, rules: Rules, bias: Any = None) -> tuple[Any, Any]:
     """Logits of a tile without their unit, and the slope of the soft cap at each; `seen` is a mask or None."""
     s, slope = tile.dot(a, b, (1, 1), rules), None
     if rules.soft_cap is not None:
         s = jnp.tanh(s * (rules.scale / rules.soft_cap))
         slope = 1.0 - s * s
-    elif rules.scale <= 0:
+    elif rules.scale <= 0 and bias is None:
         s = s * rules.scale
+    if bias is not None:
+        s = _biased(s * (rules.soft_cap or rules.scale), bias.astype(jnp.float32))
     return (s if seen is None else jnp.where(seen, s, UNSEEN)), slope
 
 
-def _power(difference: Any, rules: Rules) -> Any:
-    return jnp.exp2(difference * (unit(rules) * math.log2(math.e)))
+def _biased(s: Any, bias: Any) -> Any:
+    """A bias of -inf hides a key; one of the least number does not, and must not look as if it did."""
+    return jnp.where(bias == -jnp.inf, UNSEEN, jnp.maximum(s + bias, LEAST))
+
+
+def _power(difference: Any, size: float) -> Any:
+    return jnp.exp2(difference * (size * math.log2(math.e)))
 
 
 # --- Forward ---
 
 
-def accumulate(carry: Any, s: Any, v: Any, drop: Any, rules: Rules) -> Any:
+def accumulate(carry: Any, s: Any, v: Any, drop: Any, rules: Rules, size: float) -> Any:
     """Output, maximum and sum with one more tile of keys; the sum is one per lane, added up at the end.
 
     A row of which nothing was seen yet has weights of one. They are gone with the first key that is seen: its logit is
@@ -59,19 +73,19 @@ def accumulate(carry: Any, s: Any, v: Any, drop: Any, rules: Rules) -> Any:
     """
     o, m, l = carry
     m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
-    p = _power(s - spread(m_new, s.shape[1]), rules)
-    alpha = _power(m - m_new, rules)
+    p = _power(s - spread(m_new, s.shape[1]), size)
+    alpha = _power(m - m_new, size)
     o = o * spread(alpha, o.shape[1]) + tile.dot(drop(p).astype(v.dtype), v, (1, 0), rules)
     return o, m_new, l * alpha + folded(p)
 
 
-def finished(carry: Any, rules: Rules) -> tuple[Any, masks.LogSum]:
+def finished(carry: Any, size: float) -> tuple[Any, masks.LogSum]:
     """Output, and log-sum-exp as rows."""
     o, m, l = carry
     empty = m == UNSEEN
     total = jnp.where(empty, 0.0, jnp.broadcast_to(jnp.sum(l, axis=1, keepdims=True), l.shape))
     share = jnp.where(total == 0, 0.0, 1.0 / jnp.where(total == 0, 1.0, total))
-    large, small = product(row(m), unit(rules))
+    large, small = product(row(m), size)
     sums = masks.log_sum(large, row(total))
     rest = sums.rest + small
     return o * spread(share, o.shape[1]), masks.LogSum(sums.lse, jnp.where(sums.lse == jnp.inf, 0.0, rest))
@@ -80,16 +94,15 @@ def finished(carry: Any, rules: Rules) -> tuple[Any, masks.LogSum]:
 # --- Backward ---
 
 
-def weights(s: Any, slope: Any, lse: Any, delta: Any, dp: Any, drop: Any, rules: Rules) -> tuple[Any, Any]:
+def weights(s: Any, slope: Any, lse: Any, delta: Any, dp: Any, drop: Any, size: float) -> tuple[Any, Any]:
     """Weights of a tile after dropout, and the gradient of its products; `lse` is in units, and +inf for no weights."""
-    p = _power(s - lse, rules)
+    p = _power(s - lse, size)
     ds = p * (drop(dp) - delta)
     return drop(p), ds if slope is None else ds * slope
 
 
-def in_units(lse: Any, rules: Rules) -> masks.LogSum:
+def in_units(lse: Any, size: float) -> masks.LogSum:
     """The log-sum-exp divided by the unit, and what is missing in the product of both."""
-    size = unit(rules)
     found = lse / size
     large, small = product(found, size)
     return masks.LogSum(found, jnp.where(jnp.isinf(lse), 0.0, (lse - large) - small))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks
 from ejkernel.kernels.flash_attention.arguments import Extras, Rules
@@ -16,15 +17,36 @@ from ejkernel.kernels.pallas_call import pallas_call
 Array = jax.Array
 
 
+MAX_ELEMENTS = 1 << 31
+"""Of a bias or a mask: kernels count theirs in 32 bits."""
+
+
+class Side(NamedTuple):
+    """Queries or keys of a tile, a column or a row: where they are, and their segments and positions in these."""
+
+    places: Any
+    ids: Any = None
+    positions: Any = None
+
+
 def unsupported(query: Any, extras: Extras, rules: Rules) -> str | None:
     """Why the Pallas kernels do not support a call; None if they do."""
-    for name in ("bias", "mask", "q_positions"):
-        if getattr(extras, name) is not None:
-            return f"this kernel takes no {name}"
+    for name in ("bias", "mask"):
+        found = getattr(extras, name)
+        if found is not None and found.size >= MAX_ELEMENTS:
+            return f"this kernel takes a {name} of less than 2**31 elements, got {found.size}"
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"this kernel takes float32, bfloat16 and float16, got {query.dtype}"
     if not rules.normalize or rules.logits_dtype != "float32":
         return "this kernel normalises its output and keeps logits in float32"
+    return None if extras.bias is None else _unsupported_bias(extras.bias)
+
+
+def _unsupported_bias(bias: Any) -> str | None:
+    if bias.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"this kernel takes a bias of float32, bfloat16 or float16, got {bias.dtype}"
+    if bias.shape[3] == 1:
+        return "this kernel has no gradient of a bias that is the same for all keys"
     return None
 
 
@@ -34,22 +56,26 @@ def dot(a: Any, b: Any, contract: tuple[int, int], rules: Rules) -> Any:
     return lax.dot_general(a, b, dims, precision=rules.precision, preferred_element_type=jnp.float32)
 
 
-def scores(q: Any, k: Any, seen: Any, rules: Rules) -> tuple[Any, Any]:
+def scores(q: Any, k: Any, seen: Any, rules: Rules, bias: Any = None) -> tuple[Any, Any]:
     """Logits of a tile, and the slope of the soft cap at each; `seen` is a mask or None."""
     s = dot(q, k, (1, 1), rules) * rules.scale
     slope: Any = 1.0
     if rules.soft_cap is not None:
         t = jnp.tanh(s / rules.soft_cap)
         s, slope = rules.soft_cap * t, 1.0 - t * t
+    if bias is not None:
+        s = s + bias.astype(jnp.float32)
     return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
 
 
-def seen(rows: Any, cols: Any, kv_len: int, segments: tuple[Any, Any] | None, rules: Rules) -> Any:
-    """Which queries see which keys in a tile; `rows` is a column and `cols` a row of indices."""
-    found = cols < kv_len
-    inside = masks.may_see(rows, cols, rules)
+def seen(rows: Side, cols: Side, kv_len: int, rules: Rules, mask: Any = None) -> Any:
+    """Which queries see which keys in a tile; one side is a column, the other a row."""
+    found = cols.places < kv_len
+    at = (rows.places, cols.places) if rows.positions is None else (rows.positions, cols.positions)
+    inside = masks.may_see(*at, rules)
     found = found if inside is None else found & inside
-    return found if segments is None else found & (segments[0] == segments[1])
+    found = found if rows.ids is None else found & (rows.ids == cols.ids)
+    return found if mask is None else found & mask
 
 
 def accumulate(carry: Any, s: Any, v: Any, drop: Callable[[Any], Any], rules: Rules) -> Any:
@@ -107,7 +133,11 @@ def heads_first(x: Array, block: int, dim: int | None = None, fill: float = 0.0)
 
 
 def call(
-    kernel: Callable[..., None], inputs: dict[str, tuple[Array, Any]], outputs: list[tuple[Any, Any]], **options: Any
+    kernel: Callable[..., None],
+    inputs: dict[str, tuple[Array, Any]],
+    outputs: list[tuple[Any, Any]],
+    scalars: dict[str, Array] | None = None,
+    **options: Any,
 ) -> list[Array]:
     """`pl.pallas_call` of a kernel that takes a dict of input references and its output references.
 
@@ -115,13 +145,22 @@ def call(
       kernel: `kernel(inputs, *outputs, *scratch)`.
       inputs: Array and BlockSpec of each.
       outputs: (shape, dtype) and BlockSpec of each.
+      scalars: Of a TPU kernel: what is in scalar memory before anything is loaded; index maps get it, too.
       **options: As for `pl.pallas_call`.
     """
-    names, arrays, in_specs = list(inputs), [x for x, _ in inputs.values()], [spec for _, spec in inputs.values()]
+    scalars = scalars or {}
+    names, arrays = [*scalars, *inputs], [*scalars.values(), *(x for x, _ in inputs.values())]
+    specs: dict[str, Any] = {
+        "in_specs": [spec for _, spec in inputs.values()],
+        "out_specs": [spec for _, spec in outputs],
+    }
+    if scalars:
+        specs |= {name: options.pop(name) for name in ("grid", "scratch_shapes")}
+        options["grid_spec"] = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), **specs)
+    else:
+        options |= specs
     return pallas_call(
         lambda *refs: kernel(dict(zip(names, refs, strict=False)), *refs[len(names) :]),
         out_shape=[jax.ShapeDtypeStruct(*shape) for shape, _ in outputs],
-        in_specs=in_specs,
-        out_specs=[spec for _, spec in outputs],
         **options,
     )(*arrays)

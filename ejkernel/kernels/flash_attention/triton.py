@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ejkernel.kernels.flash_attention import masks, tile
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.triton_bias import bias_gradient
+from ejkernel.kernels.flash_attention.triton_cut import Cut
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
 from ejkernel.ops.utils.fingerprint import block_bytes
@@ -107,7 +108,7 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
-    cut = _Cut(query, key, value, extras, rules, params or default_forward(query.shape[3]))
+    cut = _cut(Attention(query, key, value, extras, rules), params or default_forward(query.shape[3]))
     batch, heads = query.shape[0], query.shape[2]
     row = ((batch, heads, cut.q_length), jnp.float32), cut.per_query()
     out, *sums = tile.call(
@@ -122,20 +123,17 @@ def forward(
     return masks.with_sinks(out, sums, extras.softmax_aux)
 
 
-def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, rest_ref: Any, *, cut: _Cut) -> None:
+def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, rest_ref: Any, *, cut: Cut) -> None:
     i, head = pl.program_id(0), pl.program_id(2) * cut.heads + pl.program_id(1)
-    q = refs["q"][...]
-    rows = tile.places(i * cut.rows, cut.rows, 0)
-    q_ids = refs["q_ids"][...][:, None] if "q_ids" in refs else None
+    q, rows = refs["q"][...], cut.queries(refs, i)
     seed = refs["seed"][0] if "seed" in refs else None
 
     def step(j: Any, carry: Any, masked: bool) -> Any:
         at = pl.ds(j * cut.cols, cut.cols)
-        cols = tile.places(j * cut.cols, cut.cols, 1)
-        ids = None if q_ids is None else (q_ids, refs["kv_ids"][at][None, :])
-        seen = tile.seen(rows, cols, cut.kv_len, ids, cut.rules) if masked else None
-        s, _ = tile.scores(q, refs["k"][at, :], seen, cut.rules)
-        drop = tile.dropper(seed, head, rows, cols, cut.rules)
+        cols = cut.keys(refs, j, at)
+        seen = tile.seen(rows, cols, cut.kv_len, cut.rules, cut.plane(refs, "mask", at)) if masked else None
+        s, _ = tile.scores(q, refs["k"][at, :], seen, cut.rules, cut.plane(refs, "bias", at))
+        drop = tile.dropper(seed, head, rows.places, cols.places, cut.rules)
         return tile.accumulate(carry, s, refs["v"][at, :], drop, cut.rules)
 
     carry = (
@@ -143,7 +141,7 @@ def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, rest_ref: Any, *, cut: 
         jnp.full((cut.rows, 1), -jnp.inf, jnp.float32),
         jnp.zeros((cut.rows, 1), jnp.float32),
     )
-    out, sums = tile.finished(cut.over(cut.key_spans(i), step, carry))
+    out, sums = tile.finished(cut.over_keys(refs, i, step, carry))
     o_ref[...] = out.astype(o_ref.dtype)
     lse_ref[...], rest_ref[...] = sums.lse.reshape(cut.rows), sums.rest.reshape(cut.rows)
 
@@ -160,9 +158,9 @@ def backward(
     params: BwdParams | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array, None]:
-    """Returns the gradients of query, key and value."""
-    cut = _Cut(query, key, value, extras, rules, params or default_backward(query.shape[3]))
+) -> tuple[Array, Array, Array, Array | None]:
+    """Returns the gradients of query, key, value and bias."""
+    cut = _cut(Attention(query, key, value, extras, rules), params or default_backward(query.shape[3]))
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     saved = {
@@ -199,55 +197,50 @@ def backward(
     )
     dq = dq[:, :, :q_len, : query.shape[3]].swapaxes(1, 2)
     dk = dk[:, :, :kv_len, : key.shape[3]].swapaxes(1, 2)
-    return dq, dk, dv[:, :, :kv_len, : value.shape[3]].swapaxes(1, 2), None
+    dv = dv[:, :, :kv_len, : value.shape[3]].swapaxes(1, 2)
+    return dq, dk, dv, None if extras.bias is None else bias_gradient(cut, extras.bias, saved, interpret)
 
 
-def _query_kernel(refs: Any, dq_ref: Any, *, cut: _Cut) -> None:
+def _query_kernel(refs: Any, dq_ref: Any, *, cut: Cut) -> None:
     i, head = pl.program_id(0), pl.program_id(2) * cut.heads + pl.program_id(1)
-    q, dout = refs["q"][...], refs["dout"][...]
+    q, dout, rows = refs["q"][...], refs["dout"][...], cut.queries(refs, i)
     lse, delta = refs["lse"][...][:, None], refs["delta"][...][:, None]
-    rows = tile.places(i * cut.rows, cut.rows, 0)
-    q_ids = refs["q_ids"][...][:, None] if "q_ids" in refs else None
     seed = refs["seed"][0] if "seed" in refs else None
 
     def step(j: Any, dq: Any, masked: bool) -> Any:
         at = pl.ds(j * cut.cols, cut.cols)
-        cols = tile.places(j * cut.cols, cut.cols, 1)
-        ids = None if q_ids is None else (q_ids, refs["kv_ids"][at][None, :])
-        seen = tile.seen(rows, cols, cut.kv_len, ids, cut.rules) if masked else None
+        cols = cut.keys(refs, j, at)
+        seen = tile.seen(rows, cols, cut.kv_len, cut.rules, cut.plane(refs, "mask", at)) if masked else None
         k = refs["k"][at, :]
-        s, slope = tile.scores(q, k, seen, cut.rules)
-        drop = tile.dropper(seed, head, rows, cols, cut.rules)
+        s, slope = tile.scores(q, k, seen, cut.rules, cut.plane(refs, "bias", at))
+        drop = tile.dropper(seed, head, rows.places, cols.places, cut.rules)
         _, ds = tile.weights(s, slope, lse, delta, dout, refs["v"][at, :], drop, cut.rules)
         return dq + tile.dot(ds.astype(k.dtype), k, (1, 0), cut.rules)
 
-    dq = cut.over(cut.key_spans(i), step, jnp.zeros((cut.rows, cut.dim), jnp.float32))
+    dq = cut.over_keys(refs, i, step, jnp.zeros((cut.rows, cut.dim), jnp.float32))
     dq_ref[...] = (dq * cut.rules.scale).astype(dq_ref.dtype)
 
 
-def _key_kernel(refs: Any, dk_ref: Any, dv_ref: Any, *, cut: _Cut) -> None:
+def _key_kernel(refs: Any, dk_ref: Any, dv_ref: Any, *, cut: Cut) -> None:
     j, first_head = pl.program_id(0), pl.program_id(2) * cut.heads + pl.program_id(1) * cut.group
-    k, v = refs["k"][...], refs["v"][...]
-    cols = tile.places(j * cut.cols, cut.cols, 1)
-    kv_ids = refs["kv_ids"][...][None, :] if "kv_ids" in refs else None
+    k, v, cols = refs["k"][...], refs["v"][...], cut.keys(refs, j)
     seed = refs["seed"][0] if "seed" in refs else None
 
     def of_head(g: Any, carry: Any) -> Any:
         def step(i: Any, carry: Any, masked: bool) -> Any:
             dk, dv = carry
             at = pl.ds(i * cut.rows, cut.rows)
-            rows = tile.places(i * cut.rows, cut.rows, 0)
-            ids = None if kv_ids is None else (refs["q_ids"][at][:, None], kv_ids)
-            seen = tile.seen(rows, cols, cut.kv_len, ids, cut.rules) if masked else None
+            rows = cut.queries(refs, i, at)
+            seen = tile.seen(rows, cols, cut.kv_len, cut.rules, cut.plane(refs, "mask", at, g)) if masked else None
             q, dout = refs["q"][g, at, :], refs["dout"][g, at, :]
-            s, slope = tile.scores(q, k, seen, cut.rules)
-            drop = tile.dropper(seed, first_head + g, rows, cols, cut.rules)
+            s, slope = tile.scores(q, k, seen, cut.rules, cut.plane(refs, "bias", at, g))
+            drop = tile.dropper(seed, first_head + g, rows.places, cols.places, cut.rules)
             lse, delta = refs["lse"][g, at][:, None], refs["delta"][g, at][:, None]
             p, ds = tile.weights(s, slope, lse, delta, dout, v, drop, cut.rules)
             dk = dk + tile.dot(ds.astype(q.dtype), q, (0, 0), cut.rules)
             return dk, dv + tile.dot(p.astype(dout.dtype), dout, (0, 0), cut.rules)
 
-        return cut.over(cut.query_spans(j), step, carry)
+        return cut.over_queries(refs, j, g, step, carry)
 
     zeros = jnp.zeros((cut.cols, cut.dim), jnp.float32), jnp.zeros((cut.cols, cut.v_dim), jnp.float32)
     dk, dv = lax.fori_loop(0, cut.group, of_head, zeros)
@@ -255,90 +248,7 @@ def _key_kernel(refs: Any, dk_ref: Any, dv_ref: Any, *, cut: _Cut) -> None:
     dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
-class _Cut:
-    """A call cut into tiles: arrays with heads first, lengths in whole blocks, head dims in powers of two."""
-
-    def __init__(
-        self, query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: FwdParams | BwdParams
-    ) -> None:
-        guess = default_backward(query.shape[3])
-        self.rules = rules
-        self.params = params
-        self.rows = params.q_blocksize or guess.q_blocksize or 64
-        self.cols = params.kv_blocksize or guess.kv_blocksize or 64
-        self.dim, self.v_dim = (max(16, pl.next_power_of_2(x.shape[3])) for x in (query, value))
-        self.kv_len = key.shape[1]
-        self.heads, self.group = query.shape[2], query.shape[2] // key.shape[2]
-        self._q = tile.heads_first(query, self.rows, self.dim)
-        self._k = tile.heads_first(key, self.cols, self.dim)
-        self._v = tile.heads_first(value, self.cols, self.v_dim)
-        self._extras = extras
-        self.q_length, self.kv_length = self._q.shape[2], self._k.shape[2]
-
-    def options(self, interpret: bool) -> dict[str, Any]:
-        params = plgpu.CompilerParams(num_warps=self.params.num_warps or 4, num_stages=self.params.num_stages or 2)
-        return {"interpret": interpret, "compiler_params": params}
-
-    # --- Specs: the grid is (block, head, batch); a group's heads are adjacent ---
-
-    def per_query(self, dim: int | None = None) -> pl.BlockSpec:
-        tail = () if dim is None else (dim,)
-        return pl.BlockSpec((None, None, self.rows, *tail), lambda i, h, b: (b, h, i, *[0] * len(tail)))
-
-    def per_key(self, dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, self.cols, dim), lambda j, h, b: (b, h, j, 0))
-
-    def whole_queries(self, dim: int | None = None) -> pl.BlockSpec:
-        """All queries of the heads that share a key head."""
-        tail = () if dim is None else (dim,)
-        shape = (None, self.group, self.q_length, *tail)
-        return pl.BlockSpec(shape, lambda j, h, b: (b, h, 0, *[0] * len(tail)))
-
-    def whole_keys(self, dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, self.kv_length, dim), lambda i, h, b: (b, h // self.group, 0, 0))
-
-    def inputs(self, *, block_q: bool) -> dict[str, tuple[Array, pl.BlockSpec]]:
-        """What every kernel reads, for programs that own a block of queries or of keys."""
-        if block_q:
-            specs = self.per_query(self.dim), self.whole_keys(self.dim), self.whole_keys(self.v_dim)
-        else:
-            specs = self.whole_queries(self.dim), self.per_key(self.dim), self.per_key(self.v_dim)
-        found: dict[str, Any] = {"q": (self._q, specs[0]), "k": (self._k, specs[1]), "v": (self._v, specs[2])}
-        extras = self._extras
-        if extras.q_segment_ids is not None:
-            q_ids = _ids(extras.q_segment_ids, self.q_length)
-            kv_ids = _ids(extras.kv_segment_ids, self.kv_length)
-            own_q, own_kv = (self.rows, self.kv_length) if block_q else (self.q_length, self.cols)
-            at = lambda owned: (lambda i, h, b: (b, i)) if owned else (lambda i, h, b: (b, 0))
-            found["q_ids"] = q_ids, pl.BlockSpec((None, own_q), at(block_q))
-            found["kv_ids"] = kv_ids, pl.BlockSpec((None, own_kv), at(not block_q))
-        if extras.dropout_seed is not None:
-            found["seed"] = extras.dropout_seed.reshape(1), pl.BlockSpec((1,), lambda i, h, b: (0,))
-        return found
-
-    # --- Loops ---
-
-    def key_spans(self, i: Any) -> masks.Spans:
-        rules = self.rules
-        return masks.spans(i * self.rows, self.rows, self.cols, self.kv_len, rules.lower, rules.upper)
-
-    def query_spans(self, j: Any) -> masks.Spans:
-        """The same bounds for a block of keys; padding needs no mask: its keys are zeros, its rows have no weights."""
-        lower, upper = self.rules.lower, self.rules.upper
-        other = None if upper is None else -upper, None if lower is None else -lower
-        return masks.spans(j * self.cols, self.cols, self.rows, self.q_length, *other)
-
-    def over(self, spans: masks.Spans, step: Any, carry: Any) -> Any:
-        if self._extras.q_segment_ids is not None:
-            spans = spans._replace(clear=spans.start, clear_end=spans.start)
-        for lo, hi, masked in spans.loops():
-            carry = lax.fori_loop(lo, hi, partial(_flip, step, masked), carry)
-        return carry
-
-
-def _flip(step: Any, masked: bool, index: Any, carry: Any) -> Any:
-    return step(index, carry, masked)
-
-
-def _ids(ids: Array, length: int) -> Array:
-    return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])))
+def _cut(call: Attention, params: FwdParams | BwdParams) -> Cut:
+    guess = default_backward(call.query.shape[3])
+    rows, cols = params.q_blocksize or guess.q_blocksize or 64, params.kv_blocksize or guess.kv_blocksize or 64
+    return Cut(call, rows, cols, params)

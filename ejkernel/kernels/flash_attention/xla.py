@@ -1,7 +1,8 @@
 """Flash attention in plain XLA: tiles with an online softmax, memory linear in the sequence, on every device.
 
 All heads of the batch go through a tile together. Tiles that the causal or window bounds exclude are never computed,
-and those that no bound cuts are not masked. Tiles between different segments are skipped at run time.
+and those that no bound cuts are not masked. The same holds for tiles between different segments, or of which a mask
+leaves nothing: which they are is found out at run time, before the tiles are computed.
 """
 
 from __future__ import annotations
@@ -15,25 +16,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.flash_attention import masks
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention import masks, needed
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.kernels.manual_axes import axes_of, vary
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
 Array = jax.Array
 
+Step = Callable[[Array, Any, bool], Any]
+
 TILE_SCORES = 1 << 20
 """Scores of one tile over all heads that a CPU's caches still hold, or nearly."""
+SPARSE_TILE_SCORES = 1 << 15
+"""The same for calls whose arrays leave out tiles: of large ones less is left out."""
 
 
-def default_blocks(heads: int, q_len: int, kv_len: int) -> tuple[int, int]:
+def default_blocks(heads: int, q_len: int, kv_len: int, *, sparse: bool = False) -> tuple[int, int]:
     """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together."""
     rows, cols = 512, 256
-    heads = known(heads)
-    while heads * rows * cols > TILE_SCORES and rows > 64:
+    heads, most = known(heads), SPARSE_TILE_SCORES if sparse else TILE_SCORES
+    while heads * rows * cols > most and rows > 64:
         rows, cols = (rows // 2, cols) if rows > cols else (rows, cols // 2)
     return fitted(rows, q_len), fitted(cols, kv_len)
+
+
+def _is_sparse(extras: Extras) -> bool:
+    """Whether a call may need few tiles: packed sequences, or a mask with rows of its own."""
+    return extras.q_segment_ids is not None or (extras.mask is not None and extras.mask.shape[2] > 1)
 
 
 def known(size: Any) -> int:
@@ -63,7 +73,8 @@ def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
     sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
     all_blocks = [(fitted(rows, q_len), fitted(cols, kv_len)) for rows in sizes for cols in sizes]
     small = [b for b in all_blocks if many * b[0] * b[1] <= 4 * TILE_SCORES]
-    return [default_blocks(many, q_len, kv_len), *small]
+    sparse = _is_sparse(Attention.of(inv.args, inv.kwargs).extras)
+    return [default_blocks(many, q_len, kv_len, sparse=sparse), *small]
 
 
 def forward(
@@ -73,7 +84,21 @@ def forward(
 
     Without normalisation the latter is the maximum of the row.
     """
-    tiles = _Tiles.of(query, key, value, extras, rules, params)
+    run = partial(_forward, rules, params)
+    return _derivable(run, extras, rules)(query, key, value, extras)
+
+
+def _forward(
+    rules: Rules,
+    params: FwdParams | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    extras: Extras,
+    *,
+    all_tiles: bool,
+) -> tuple[Array, masks.LogSum]:
+    tiles = _Tiles.of(Attention(query, key, value, extras, rules), params, all_tiles=all_tiles)
     rows = lax.map(partial(_forward_rows, tiles), jnp.arange(tiles.q_blocks, dtype=jnp.int32))
     batch, q_len, heads, _ = query.shape
     joined = jax.tree.map(lambda x: _joined(x, 3), rows)
@@ -116,7 +141,24 @@ def backward(
     params: BwdParams | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns the gradients of query, key, value and bias; `lse` and `delta` are [batch, heads, q]."""
-    tiles = _Tiles.of(query, key, value, extras, rules, params)
+    run = partial(_backward, rules, params)
+    return _derivable(run, extras, rules)(query, key, value, extras, lse, delta, dout)
+
+
+def _backward(
+    rules: Rules,
+    params: BwdParams | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    extras: Extras,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    *,
+    all_tiles: bool,
+) -> tuple[Array, Array, Array, Array | None]:
+    tiles = _Tiles.of(Attention(query, key, value, extras, rules), params, all_tiles=all_tiles)
     dout = tiles.by_group(dout, query.shape[1])
     # Rows of padding have no weights.
     lse = tiles.by_group(lse.swapaxes(1, 2), query.shape[1], fill=jnp.inf)
@@ -161,6 +203,19 @@ def _backward_columns(tiles: _Tiles, saved: tuple[Array, Array, Array], carry: A
     return tuple(carry), (dk, dv)
 
 
+def _derivable(run: Callable[..., Any], extras: Extras, rules: Rules) -> Callable[..., Any]:
+    """`run` of which JAX can take any derivative.
+
+    It cannot go back through loops whose bounds only the running program knows: derivatives are those of all tiles.
+    """
+    arrays = (rules.lower, rules.upper, extras.q_segment_ids, extras.q_positions, extras.mask)
+    if all(x is None for x in arrays):
+        return partial(run, all_tiles=False)
+    call = jax.custom_jvp(partial(run, all_tiles=False))
+    call.defjvp(lambda primals, tangents: jax.jvp(partial(run, all_tiles=True), primals, tangents))
+    return call
+
+
 def _joined(blocks: Array, axis: int) -> Array:
     """Blocks along the first axis as one axis at `axis`."""
     x = jnp.moveaxis(blocks, 0, axis)
@@ -177,18 +232,22 @@ class _Tiles:
     bias: Array | None
     extras: Extras
     rules: Rules
+    by_query: needed.Visits | None
+    """Which tiles each block of queries needs, if arrays say so; None: its place does."""
+    by_key: needed.Visits | None
+    all: bool
+    """Whether all tiles are computed and masked."""
     rows: int
     cols: int
     q_len: int
     kv_len: int
 
     @classmethod
-    def of(
-        cls, query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: FwdParams | BwdParams | None
-    ) -> _Tiles:
+    def of(cls, call: Attention, params: FwdParams | BwdParams | None, *, all_tiles: bool) -> _Tiles:
+        query, key, value, extras, rules = call
         batch, q_len, heads, _ = query.shape
         kv_len, kv_heads = key.shape[1:3]
-        guess = default_blocks(batch * heads, q_len, kv_len)
+        guess = default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(extras))
         rows = fitted(params.q_blocksize, q_len) if params and params.q_blocksize else guess[0]
         cols = fitted(params.kv_blocksize, kv_len) if params and params.kv_blocksize else guess[1]
 
@@ -204,6 +263,9 @@ class _Tiles:
 
         pad_q, pad_kv = partial(_padded, axis=1, block=rows), partial(_padded, axis=1, block=cols)
         on = lambda fn, x: None if x is None else fn(x)
+        blocks = needed.Blocks(rows, cols, max(-(-q_len // rows), 1), max(-(-kv_len // cols), 1), kv_len)
+        found = needed.find(extras, rules, blocks)
+        found = None if found is None else found.together()
         extras = extras._replace(
             mask=per_group(extras.mask),
             q_segment_ids=on(pad_q, extras.q_segment_ids),
@@ -219,6 +281,9 @@ class _Tiles:
             bias=per_group(extras.bias),
             extras=extras,
             rules=rules,
+            by_query=None if found is None else needed.listed(found),
+            by_key=None if found is None else needed.listed(found.turned()),
+            all=all_tiles,
             rows=rows,
             cols=cols,
             q_len=q_len,
@@ -346,46 +411,40 @@ class _Tiles:
 
     # --- Which tiles ---
 
-    def over_keys(self, i: Array, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
+    def over_keys(self, i: Array, step: Step, carry: Any) -> Any:
         """Runs `step(j, carry, masked)` over the blocks of keys that a block of queries sees."""
+        if self.all:
+            return _over(masks.Spans(0, 0, 0, self.kv_blocks, self.kv_blocks), _same, step, carry)
+        if self.by_query is not None:
+            return _over(*self.by_query.of(i), step, carry)
         lower, upper = self.rules.lower, self.rules.upper
-        spans = masks.spans(i * self.rows, self.rows, self.cols, self.kv_len, lower, upper)
-        return self._over(spans, step, lambda j: self._share(i, j), carry)
+        return _over(masks.spans(i * self.rows, self.rows, self.cols, self.kv_len, lower, upper), _same, step, carry)
 
-    def over_queries(self, j: Array, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
+    def over_queries(self, j: Array, step: Step, carry: Any) -> Any:
         """Runs `step(i, carry, masked)` over the blocks of queries that see a block of keys."""
+        if self.all:
+            return _over(masks.Spans(0, 0, 0, self.q_blocks, self.q_blocks), _same, step, carry)
+        if self.by_key is not None:
+            return _over(*self.by_key.of(j), step, carry)
         lower, upper = self.rules.lower, self.rules.upper
         # The same bounds for a block of keys.
         other = None if upper is None else -upper, None if lower is None else -lower
         spans = masks.spans(j * self.cols, self.cols, self.rows, self.q_blocks * self.rows, *other)
-        return self._over(spans, step, lambda i: self._share(i, j), carry)
-
-    def _over(self, spans: masks.Spans, step: Any, share: Callable[[Array], Array], carry: Any) -> Any:
-        extras = self.extras
-        if extras.q_positions is not None:
-            spans = masks.Spans(0, 0, 0, spans.blocks, spans.blocks)
-        if extras.q_segment_ids is not None or extras.mask is not None or extras.q_positions is not None:
-            spans = spans._replace(clear=spans.start, clear_end=spans.start)
-        for lo, hi, masked in spans.loops():
-            body = partial(_flip, step, masked)
-            if extras.q_segment_ids is not None:
-                body = partial(_if_shared, share, body)
-            carry = lax.fori_loop(lo, hi, body, carry)
-        return carry
-
-    def _share(self, i: Array, j: Array) -> Array:
-        """Whether a tile may have queries and keys of one segment in any row of the batch."""
-        q = lax.dynamic_slice_in_dim(self.extras.q_segment_ids, i * self.rows, self.rows, axis=1)
-        kv = lax.dynamic_slice_in_dim(self.extras.kv_segment_ids, j * self.cols, self.cols, axis=1)
-        return jnp.any((q.min(axis=1) <= kv.max(axis=1)) & (kv.min(axis=1) <= q.max(axis=1)))
+        return _over(spans, _same, step, carry)
 
 
-def _flip(step: Callable[[Array, Any, bool], Any], masked: bool, index: Array, carry: Any) -> Any:
-    return step(index, carry, masked)
+def _over(spans: masks.Spans, at: Callable[[Array], Array], step: Step, carry: Any) -> Any:
+    for lo, hi, masked in spans.loops():
+        carry = lax.fori_loop(lo, hi, partial(_flip, step, at, masked), carry)
+    return carry
 
 
-def _if_shared(share: Callable[[Array], Array], body: Callable[[Array, Any], Any], index: Array, carry: Any) -> Any:
-    return lax.cond(share(index), lambda: body(index, carry), lambda: carry)
+def _flip(step: Step, at: Callable[[Array], Array], masked: bool, index: Array, carry: Any) -> Any:
+    return step(at(index), carry, masked)
+
+
+def _same(index: Array) -> Array:
+    return index
 
 
 def _padded(x: Array, axis: int, block: int, fill: float = 0.0) -> Array:

@@ -58,6 +58,17 @@ def coin(*shape, share=0.6):
     return lambda rng, case: jnp.asarray(normal(*shape)(rng, case) < share)
 
 
+def blocks(*shape, size=16, share=0.4):
+    """A mask of squares, most of them False."""
+
+    def make(rng, case):
+        names = {"b": case.batch, "h": case.heads, "q": -(-case.q_len // size), "k": -(-case.kv_len // size)}
+        chosen = rng.random([names.get(n, n) for n in shape]) < share
+        return jnp.asarray(chosen.repeat(size, axis=-2).repeat(size, axis=-1)[..., : case.q_len, : case.kv_len])
+
+    return make
+
+
 def segments(side, count=3, order="sorted"):
     def make(rng, case):
         length = case.q_len if side == "q" else case.kv_len
@@ -98,6 +109,7 @@ FEATURES = [
     Case("bias of a key", make={"bias": normal("h", 1, "k")}),
     Case("bias of a query", kv_len=37, make={"bias": normal("b", 1, "q", 1)}),
     Case("mask", make={"attention_mask": coin("b", 1, "q", "k")}),
+    Case("mask of squares", q_len=72, kv_len=60, make={"attention_mask": blocks("b", "h", "q", "k")}),
     Case("mask of keys", make={"attention_mask": coin("b", 1, 1, "k"), "causal": True}),
     Case("mask that hides all", make={"attention_mask": coin("b", "h", "q", 1)}),
     Case("segments", make={"q_segment_ids": segments("q"), "kv_segment_ids": segments("kv")}),
@@ -108,6 +120,7 @@ FEATURES = [
         kv_len=56,
         make={"cum_seqlens_q": ends(0, 9, 20, 33), "cum_seqlens_k": ends(0, 21, 25, 50), "causal": "lower_right"},
     ),
+    Case("segments, mixed", make={"q_segment_ids": segments("q", order="mixed"), "sliding_window": (20, 3)}),
     Case("sinks", make={"softmax_aux": normal("h"), "causal": True}),
     Case("many sinks", make={"softmax_aux": normal("h", 3), "attention_mask": coin("b", 1, "q", 1)}),
     Case("dropout", make={"dropout_prob": 0.3, "dropout_seed": 11, "causal": True}),
@@ -169,6 +182,8 @@ def large_sink(rng, case):
     return np.append(rng.normal(size=case.heads - 1), 200.0)
 
 
+_of_query = normal("b", 1, "q", 1)
+
 _COMMON = {
     "lengths": [(24, 24), (21, 37), (37, 21), (1, 24), (4, 3)],
     "causal": [False, True, "lower_right"],
@@ -188,9 +203,9 @@ _KERNELS = {
 }
 _ARRAYS = {
     **_COMMON,
-    "platform": ["xla", "reference"],
+    "platform": ["xla", "triton", "pallas", "reference"],
     "lengths": [(24, 24), (21, 37), (4, 3)],
-    "bias": [None, normal("b", "h", "q", "k"), normal("h", 1, "k"), normal("b", 1, "q", 1)],
+    "bias": [None, normal("b", "h", "q", "k"), normal("h", 1, "k"), _of_query],
     "attention_mask": [None, coin("b", 1, "q", "k"), coin("b", 1, 1, "k"), coin("b", "h", "q", 1)],
     "ids": [None, "sorted", "packed"],
     "normalize_output": [None, False],
@@ -200,6 +215,9 @@ _ARRAYS = {
 def _pair(number, *, platform, lengths, ids=None, heads=(4, 2), dims=(16, 16), dtype="float32", **make):
     """A row of pairs as a case, and who is to serve it."""
     make = {name: x for name, x in make.items() if x is not None}
+    if platform in ("triton", "pallas"):  # They have none, and no gradient of such a bias.
+        make.pop("normalize_output", None)
+        make = {name: normal("b", 1, "q", "k") if x is _of_query else x for name, x in make.items()}
     if "dropout_prob" in make:
         make["dropout_seed"] = 11
     if ids == "packed":
@@ -238,9 +256,21 @@ GPU_CASES = [
     _wide("wide window, both sides", make={"sliding_window": (40, 24)}),
     _wide("wide soft cap", make={"logits_soft_cap": 2.0, "causal": True}),
     _wide("wide segments", make={"q_segment_ids": segments("q"), "causal": True}),
+    _wide("wide segments, mixed", make={"q_segment_ids": segments("q", order="mixed")}),
+    _wide("wide packed", make={"cum_seqlens_q": ends(0, 70, 130, 131, 300), "causal": True, "sliding_window": 50}),
+    _wide(
+        "wide packed, other keys",
+        kv_len=420,
+        make={"cum_seqlens_q": ends(0, 70, 130, 300), "cum_seqlens_k": ends(0, 200, 210, 400), "causal": "lower_right"},
+    ),
+    _wide("wide mask", make={"attention_mask": blocks("b", 1, "q", "k")}),
+    _wide("wide mask of heads", q_len=301, make={"attention_mask": coin("b", "h", "q", "k"), "causal": True}),
+    _wide("wide mask of keys", make={"attention_mask": coin("b", 1, 1, "k")}),
     _wide("wide sinks", make={"softmax_aux": normal("h"), "causal": True}),
     _wide("wide dropout", make={"dropout_prob": 0.3, "dropout_seed": 11}),
     _wide("wide bias", make={"bias": normal("b", "h", "q", "k")}),
+    _wide("wide bias of all heads", make={"bias": normal("b", 1, "q", "k"), "causal": True}),
+    _wide("wide bias of a key", make={"bias": normal("h", 1, "k")}),
     _wide("wide float32", dtype="float32", make={"causal": True}, tolerance=1e-2),
 ]
 """For real GPUs: 16-bit arguments, tiles of usual sizes. Products of float32 are rounded there by default."""

@@ -30,8 +30,10 @@ from tests.kernels.flash_attention.cases import (
     assert_close,
     attend,
     normal,
+    segments,
     truth,
 )
+from tests.support import fully, table
 
 BLOCKS = {
     "xla": (FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=16)),
@@ -40,20 +42,22 @@ BLOCKS = {
 }
 """Smaller than the sequences, and different in both directions; a TPU's tiles have at least 128 columns."""
 
-PALLAS_REFUSES = {
-    "wide bias", "bias", "bias of all heads", "bias of a key", "bias of a query", "mask", "mask of keys",
-    "mask that hides all", "packed, other keys", "many sinks", "not normalised", "rounded logits", "everything",
-}  # fmt: skip
+PALLAS_REFUSES = {"bias of a query", "not normalised", "rounded logits"}
 REFUSES = {
     "xla": set(),
+    "reference": set(),
     "triton": PALLAS_REFUSES,
     "pallas": PALLAS_REFUSES | {"plain float16", "causal float16"},
     "cudnn": {
         "wide value dim 64", "wide lower right", "wide window, both sides", "wide soft cap", "wide segments",
-        "wide sinks", "wide dropout", "wide bias", "wide float32",
+        "wide sinks", "wide dropout", "wide bias", "wide float32", "wide segments, mixed", "wide packed",
+        "wide packed, other keys", "wide mask", "wide mask of heads", "wide mask of keys", "wide bias of all heads",
+        "wide bias of a key",
     },
     "mosaic": {
         "wide head dim 80", "wide value dim 64", "wide odd lengths", "wide dropout", "wide bias", "wide float32",
+        "wide packed, other keys", "wide mask", "wide mask of heads", "wide mask of keys", "wide bias of all heads",
+        "wide bias of a key",
     },
 }  # fmt: skip
 """Names of cases that an implementation does not serve, forward or backward; all others it must."""
@@ -115,8 +119,8 @@ def test_implementations_serve_what_they_are_to():
 
 
 def test_refused_call_is_an_error_with_the_reason():
-    args, kwargs = Case("bias", make={"bias": normal("q", "k")}).arrays()
-    with pytest.raises(UnsupportedCallError, match="triton: this kernel takes no bias"):
+    args, kwargs = Case("bias", make={"bias": normal("q", 1)}).arrays()
+    with pytest.raises(UnsupportedCallError, match="triton: this kernel has no gradient of a bias that"):
         through("triton")(*args, **kwargs)
 
 
@@ -143,6 +147,40 @@ def test_segment_that_begins_inside_of_a_tile_is_seen_from_all_of_its_tiles():
         bwd_params=BwdParams(q_blocksize=16, kv_blocksize=16),
     )
     assert_close(attend(call, args, kwargs), truth(args, kwargs), 2e-5)
+
+
+# --- Tiles that nobody needs, by what arrays say ---
+
+
+@pytest.mark.parametrize(("platform", "by_mask"), table(("xla", "triton", "pallas"), (True, False)))
+def test_tiles_between_segments_are_not_touched(platform, by_mask):
+    # Anything that a weight of zero is multiplied with is zero, but for what is no number.
+    size = 128 if platform == "pallas" else 16
+    ids = np.arange(4 * size) // size
+    pairs = jnp.asarray(ids[:, None] == ids[None, :])
+    make = {"attention_mask": pairs} if by_mask else {"q_segment_ids": jnp.asarray(ids)[None]}
+    params = {"q_blocksize": size, "kv_blocksize": size}
+    args, kwargs = Case("segments", 1, 4 * size, 4 * size, 1, 1, 16, make=make).arrays()
+    call = through(platform, fwd=FwdParams(**params), bwd=BwdParams(**params))
+    poisoned = [None if x is None else x.at[:, size : 2 * size].set(jnp.nan) for x in args]
+    got, want = attend(call, poisoned, kwargs), truth(args, kwargs)
+    kept = np.r_[:size, 2 * size : 4 * size]
+    assert_close({name: x[:, kept] for name, x in got.items()}, {name: x[:, kept] for name, x in want.items()}, 2e-5)
+
+
+@pytest.mark.parametrize("make", [{"q_segment_ids": segments("q")}, *fully({"causal": True})])
+def test_gradient_of_a_gradient_where_tiles_are_left_out(make):
+    args, kwargs = Case("twice", 1, 40, 40, 2, 1, 8, make=make).arrays()
+    blocks = {"q_blocksize": 16, "kv_blocksize": 16}
+    tiled = through("xla", fwd=FwdParams(**blocks), bwd=BwdParams(**blocks))
+
+    def twice(call):
+        loss = lambda q, k: (call(q, k, args[2], None, None, **kwargs) ** 2).sum()
+        first = lambda q, k: sum(jnp.sin(x).sum() for x in jax.grad(loss, argnums=(0, 1))(q, k))
+        return jax.jit(jax.grad(first, argnums=(0, 1)))(*args[:2])
+
+    for got, want in zip(twice(tiled), twice(through("reference")), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 # --- Logits so large that float32 cannot hold them and the logarithm of their sum ---

@@ -55,8 +55,8 @@ def test_tile_on_the_diagonal_is_computed_in_parts(monkeypatch):
     monkeypatch.setattr(pallas_cut, "PART", 128)
     found = []
     note = lambda masked, part: found.append((masked, part))
-    Walk(256, 2, 256, 512, None, 0, masked=False)._each(note, True)
-    Walk(256, 2, 256, 512, 0, None, masked=False)._each(note, True)
+    Walk(256, 2, 256, 512, None, 0, masked=False).each(note, True)
+    Walk(256, 2, 256, 512, 0, None, masked=False).each(note, True)
     assert [tuple(part) for _, part in found] == [
         (0, 128, 0, 128),
         (128, 128, 0, 256),
@@ -71,7 +71,7 @@ def test_tile_on_the_diagonal_is_computed_in_parts(monkeypatch):
         (Walk(256, 2, 128, 512, None, 0, masked=False), True),
         (Walk(256, 2, 256, 512, -3, 0, masked=False), True),
     ]:
-        walk._each(note, masked)
+        walk.each(note, masked)
         assert all(tuple(part[2:]) == (0, walk._other) for _, part in found), found
         found.clear()
 
