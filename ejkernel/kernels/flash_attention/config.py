@@ -142,32 +142,30 @@ def default_forward(
     """
     value_dim = head_dim if value_dim is None else value_dim
     dim = max(head_dim, value_dim)
+    short = q_len is not None and q_len <= 1024
+    # A tile of two steps leaves nothing to take turns for.
+    tiny = q_len is not None and q_len <= 256 and not banded and not packed
     if dim <= 64:
-        short = _short(q_len)
-        consumers = 2 if packed or _wastes(q_len) else 3
-        # Turns only delay warpgroups that have two or three steps each.
-        turns = banded or packed or not short
-        return MosaicFwdConfig(consumers=consumers, stages=3, ping_pong=turns, q_stages=2 if short else 1)
+        if tiny:
+            return MosaicFwdConfig(ping_pong=False, q_stages=2)
+        if packed or short:
+            return MosaicFwdConfig(stages=3, q_stages=2 if short else 1)
+        # Tiles of three warpgroups leave up to 191 rows empty, which few tiles do not make up for.
+        return MosaicFwdConfig() if q_len is not None and q_len <= 2048 else MosaicFwdConfig(consumers=3, stages=3)
     if dim <= 128:
+        if tiny:
+            return MosaicFwdConfig(ping_pong=False, q_stages=2)
         if full and not packed and dim > 96:
             return MosaicFwdConfig(ping_pong=False, cluster=2)
         deep = MosaicFwdConfig(stages=3)
-        return deep if deep.unfit(head_dim, value_dim) is None else MosaicFwdConfig()
+        if deep.unfit(head_dim, value_dim) is None:
+            return deep
+        return MosaicFwdConfig(q_stages=2 if short and not packed else 1)
     for block_kv, share_qo in ((128, False), (128, True), (64, False), (64, True)):
         cfg = MosaicFwdConfig(block_kv=block_kv, share_qo=share_qo, ping_pong=False)
         if cfg.unfit(head_dim, value_dim) is None:
             return cfg
     return MosaicFwdConfig(consumers=1, block_kv=64, ping_pong=False)
-
-
-def _wastes(q_len: int | None) -> bool:
-    """Whether three warpgroups would compute a tenth more rows that do not exist than two would."""
-    return q_len is not None and -(-q_len // 192) * 192 > 1.1 * (-(-q_len // 128) * 128)
-
-
-def _short(q_len: int | None) -> bool:
-    """Whether tiles are so short that loading the next Q should not wait for the end of this one."""
-    return q_len is not None and q_len <= 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -324,7 +324,7 @@ def _kernel(
         def tile(i, carry):
             step, *read = carry
             piece, (of_strip, of_first) = read or read_tile(i)
-            batch, head, row, start, end, own_start, own_end, clear, clear_end = piece
+            batch, head, row, start, end, own_start, own_end, _ = piece
             skip, q_slot = end - own_end, q_slot_of(i, wg)
 
             def drain(s, _):
@@ -396,6 +396,7 @@ def _kernel(
             # edge that cuts blocks at another place, more of them need the mask.
             done, carry = skip + 1, (o, m, l, p)
             masked_step = functools.partial(advance, mask=True)
+            clear, clear_end = tiles.clear_of(piece)
             if tiles.cut_above:
                 first_clear = jnp.clip(end - clear_end, done, stop)
                 carry = lax.fori_loop(done, first_clear, masked_step, carry)
@@ -433,10 +434,10 @@ def _kernel(
             lse = jnp.where(empty, jnp.inf, m + log)
             rest = jnp.where(empty, 0.0, (m - lse) + log)
             o_slot = q_slot if cfg.share_qo else wg
-            o = tuple((x * lax.broadcast_in_dim(inverse, x.shape, [0])).astype(o_ref.dtype) for x in o)
+            o = tuple(x * lax.broadcast_in_dim(inverse, x.shape, [0]) for x in o)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for memory, value in zip(o_memory, layout.stored(o), strict=True):
-                layout.operand(memory, o_slot)[...] = value
+                layout.operand(memory, o_slot)[...] = value.astype(o_ref.dtype)
             lse_tile[...] = lse
             rest_tile[...] = rest
             plgpu.commit_smem()

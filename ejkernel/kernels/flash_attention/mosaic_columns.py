@@ -97,8 +97,16 @@ class Columns:
 
 def columns(head_dim: int, value_dim: int, *, lengths: tuple[int, ...], share_qo: bool, interpret: bool) -> Columns:
     """The layout for arrays with these dims and lengths; with `share_qo` the output lies in the memory of Q."""
-    if any(x % 8 for x in lengths) or head_dim % 16 or value_dim % 16:
+    if any(x % 8 for x in lengths) or any(_narrow(dim) for dim in (head_dim, value_dim)):
         return Columns(split(head_dim), split(value_dim), split(value_dim), True, interpret)
     if share_qo and head_dim != value_dim:
         return Columns(split(head_dim), whole(value_dim), split(value_dim), False, interpret)
     return Columns(whole(head_dim), whole(value_dim), whole(value_dim), False, interpret)
+
+
+def _narrow(dim: int) -> bool:
+    """Whether whole tiles of this dim are impossible, or so narrow that loading them takes longer than the products.
+
+    The copy engine moves one row of a tile at a time: at 112 columns, seven of 32 bytes for each row.
+    """
+    return dim % 16 != 0 or (dim > 96 and dim % 32 != 0)

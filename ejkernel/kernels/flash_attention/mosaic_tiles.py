@@ -26,8 +26,8 @@ _STRIP = 4  # Numbers of a strip in the table: start, clear, clear_end, end.
 class Piece(NamedTuple):
     """A tile of queries, or the strip of it that one warpgroup owns; key blocks are counted from the first key.
 
-    The tile needs the blocks from `start` to `end`, the strip those from `own_start` to `own_end`; between `clear` and
-    `clear_end` it needs no mask.
+    The tile needs the blocks from `start` to `end`, the strip those from `own_start` to `own_end`. `clear` is which of
+    them need no mask, if a table says so.
     """
 
     batch: Any
@@ -37,8 +37,7 @@ class Piece(NamedTuple):
     end: Any
     own_start: Any
     own_end: Any
-    clear: Any
-    clear_end: Any
+    clear: tuple[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,25 +84,29 @@ class Tiles:
         else:
             start, end = self.band.blocks(row, self._rows, self.cfg.block_kv)
         row = row + place_in_cluster(self.cfg.cluster) * self.cfg.block_q
-        return Piece(batch, head, row, start, end, start, end, end, end)
+        return Piece(batch, head, row, start, end, start, end)
 
     def strip(self, i: Any, wg: Any) -> Piece:
         """The part of tile `i` that warpgroup `wg` owns."""
         tile = self.tile(i)
-        row = tile.row + wg * WGMMA_ROWS
+        row, clear = tile.row + wg * WGMMA_ROWS, None
         if self.spans:
             number = place_in_cluster(self.cfg.cluster) * self.cfg.consumers + wg
             at = self._place(i) + 3 + number * _STRIP
-            own_start, clear, clear_end, own_end = (self._read(at + n) for n in range(_STRIP))
+            own_start, *clear, own_end = (self._read(at + n) for n in range(_STRIP))
+            clear = tuple(clear)
         else:
             own_start, own_end = self.band.blocks(row, WGMMA_ROWS, self.cfg.block_kv)
             own_end = jnp.minimum(own_end, tile.end)
             own_start = jnp.minimum(own_start, own_end - 1)
-            clear, clear_end = self._clear(row, own_start, own_end)
-        return tile._replace(row=row, own_start=own_start, own_end=own_end, clear=clear, clear_end=clear_end)
+        return tile._replace(row=row, own_start=own_start, own_end=own_end, clear=clear)
 
-    def _clear(self, row: Any, start: Any, end: Any) -> tuple[Any, Any]:
-        band, block = self.band, jnp.int32(self.cfg.block_kv)
+    def clear_of(self, strip: Piece) -> tuple[Any, Any]:
+        """The first block that needs no mask, and the one after the last; computed where the registers are free."""
+        if strip.clear is not None:
+            return strip.clear
+        band, block, row = self.band, jnp.int32(self.cfg.block_kv), strip.row
+        start, end = strip.own_start, strip.own_end
         if self.cut_above and band.upper is not None:
             end = lax.div(jnp.clip(row + (band.upper + 1), 0, band.kv_len), block)
         if self.cut_below and band.lower is not None:

@@ -47,11 +47,17 @@ def test_every_pair_of_dims_has_a_guess_that_fits():
 
 
 def test_short_calls_are_not_cut_into_tiles_that_are_mostly_empty():
-    rows = lambda q_len: configs.default_forward(64, q_len=q_len).block_q
-    assert {q_len: rows(q_len) for q_len in (197, 256, 512, 576, 2048, 8192)} == {
-        **{197: 128, 256: 128, 512: 128},
-        **{576: 192, 2048: 192, 8192: 192},
-    }
+    rows = {q_len: configs.default_forward(64, q_len=q_len).block_q for q_len in (197, 256, 512, 2048, 8192)}
+    assert rows == {197: 128, 256: 128, 512: 128, 2048: 128, 8192: 192}
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_pieces_of_columns_are_those_in_memory(dim):
+    mosaic_columns = pytest.importorskip("ejkernel.kernels.flash_attention.mosaic_columns", exc_type=ImportError)
+    pieces = mosaic_columns.split(dim)
+    assert [first for first, _ in pieces] == list(itertools.accumulate((w for _, w in pieces[:-1]), initial=0))
+    assert sum(width for _, width in pieces) == configs.in_memory(dim)
+    assert all(width in (16, 32, 64) for _, width in pieces)
 
 
 def ids_of(order, rng, length):
