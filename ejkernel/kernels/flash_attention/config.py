@@ -18,6 +18,7 @@ from ejkernel.kernels.hopper.chip import (
 Schedule = Literal["persistent", "grid"]
 DqWay = Literal["bulk", "registers", "kernel"]
 Split = Literal["keys", "columns"]
+MAX_SPLITS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +181,11 @@ class MosaicBwdConfig:
       block_q: Queries in one step: 64, or 64 per consumer.
       stages: Tiles of Q and dO in flight.
       schedule: As in the forward config.
-      head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache.
+      head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache and
+        by how busy that keeps all blocks.
+      splits: Parts into which the longest tile of keys is cut, and shorter ones into as many as make their parts no
+        longer. dK and dV of parts are added up in float32 in memory, in any order: from three parts on they differ in
+        their last bits from run to run. 0 picks by how busy it keeps all blocks.
       dq: How dQ is added up in memory: by the copy engine from shared memory (`bulk`), or from `registers`; or by a
         second `kernel`, which computes two more products but adds nothing up in memory, so that the result is always
         the same.
@@ -203,6 +208,7 @@ class MosaicBwdConfig:
     cluster: int = 1
     schedule: Schedule = "persistent"
     head_group: int = 0
+    splits: int = 0
 
     @property
     def dq_block_q(self) -> int:
@@ -259,6 +265,8 @@ class MosaicBwdConfig:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
+        if not 0 <= self.splits <= MAX_SPLITS:
+            return f"splits must be 0 to {MAX_SPLITS}, got {self.splits}"
         reason = unfit_block(self.smem_bytes(head_dim), self.live_registers(head_dim), self.consumers)
         return self._dq_unfit(head_dim) if reason is None and self.dq == "kernel" else reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -69,9 +70,11 @@ def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
-    """The guess, then the others."""
+    """The guess, then with other parts of tiles, then the others."""
     head_dim = inv.args[0].shape[3]
-    return [config.default_backward(head_dim, full=_is_full(inv)), *config.backward_space(head_dim)]
+    guess = config.default_backward(head_dim, full=_is_full(inv))
+    parts = [dataclasses.replace(guess, splits=splits) for splits in (1, 2, 4)]
+    return [guess, *parts, *config.backward_space(head_dim)]
 
 
 def _is_full(inv: Invocation[Any, Any]) -> bool:

@@ -1,9 +1,9 @@
 """Flash attention for Hopper: the backward pass.
 
 One kernel computes all three gradients with five products per tile. A block owns a tile of keys, keeps its dK and dV in
-registers and runs over the queries of every head that shares the keys. Scores are computed transposed, keys by
-queries. dQ is added up in float32 in global memory (`mosaic_dq.py`). `mosaic_bwd_keys.py` and `mosaic_bwd_columns.py`
-divide a tile among the consumer warpgroups.
+registers and runs over the queries of every head that shares the keys, or over a part of them
+(`mosaic_bwd_schedule.py`). Scores are computed transposed, keys by queries. dQ is added up in float32 in global memory
+(`mosaic_dq.py`). `mosaic_bwd_keys.py` and `mosaic_bwd_columns.py` divide a tile among the consumer warpgroups.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_keys
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, default_backward, is_full
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
-from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
+from ejkernel.kernels.flash_attention.mosaic_bwd_schedule import Work, item_table, plan
+from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
-from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
@@ -33,7 +33,6 @@ from ejkernel.kernels.hopper.cluster import shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled
 from ejkernel.kernels.hopper.wgmma import MatrixUnit
 
-_L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads that are being computed.
 _LOST = 2.0**-12  # Errors of the log-sum-exp below this are hidden by the rounding of weights to 16 bits.
 
 
@@ -68,14 +67,15 @@ def flash_attention_backward(
     # Queries past the end get a log-sum-exp of +inf, so that their weights are zero.
     lse, delta, rest = padded(lse, whole, math.inf), padded(delta, whole, 0.0), padded(rest, whole, 0.0)
     lost = jnp.any(jnp.abs(rest) > _LOST).astype(jnp.int32)[None]
-    table = tile_table(
+    work = Work(
         heads=batch * kv_heads,
         steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv * cfg.cluster)),
         blocks=SMS // cfg.cluster,
-        head_group=cfg.head_group
-        or max(_L2_BUDGET_BYTES // (group * q_len * head_dim * (2 * q.dtype.itemsize + 4)), 1),
-        persistent=cfg.schedule == "persistent",
+        head_bytes=group * q_len * head_dim * (2 * q.dtype.itemsize + 4),
+        sum_bytes=2 * k.size * 4,
     )
+    splits, head_group = plan(work, cfg.splits, cfg.head_group)
+    table = item_table(work, splits, head_group, persistent=cfg.schedule == "persistent")
     segments = ()
     if q_segment_ids is not None and kv_segment_ids is not None:
         segments = (
@@ -84,11 +84,19 @@ def flash_attention_backward(
         )
     # dQ is divided among the warpgroups by query rows if there are enough of them, else by columns.
     dq_cols = head_dim if cfg.block_q > WGMMA_ROWS else head_dim // cfg.consumers
-    total: QueryGradient | None = None
+    total: GradientSum | None = None
     in_place: tuple[Any, ...] = ()
     if cfg.dq != "kernel":
-        total = QueryGradient(batch, q_len, heads, head_dim, dq_cols, cfg.block_q, cfg.dq == "bulk", bool(interpret))
+        total = GradientSum(batch, q_len, heads, head_dim, dq_cols, cfg.block_q, cfg.dq == "bulk", bool(interpret))
         in_place = (jax.new_ref(total.zeros()),)
+    key_sum: GradientSum | None = None
+    out_type: tuple[Any, ...] = (jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype))
+    if splits > 1:
+        columns = head_dim // (cfg.consumers if cfg.split == "columns" else 1)
+        rows = cfg.block_kv * cfg.cluster
+        key_sum = GradientSum(batch, kv_len, kv_heads, head_dim, columns, rows, False, bool(interpret))
+        in_place = (*in_place, jax.new_ref(key_sum.zeros()), jax.new_ref(key_sum.zeros()))
+        out_type = ()
     body = functools.partial(
         _kernel,
         cfg=cfg,
@@ -97,7 +105,9 @@ def flash_attention_backward(
         soft_cap=soft_cap,
         group=group,
         mma=MatrixUnit(bool(interpret)),
+        splits=splits,
         total=total,
+        key_sum=key_sum,
     )
     parts = cfg.block_kv // WGMMA_ROWS
     kv_tile = (parts, WGMMA_ROWS, head_dim)
@@ -123,16 +133,21 @@ def flash_attention_backward(
         "ds_free": plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
         "tile_done": plgpu.Barrier(num_arrivals=cfg.consumers),
     }
-    dk, dv = launch(
+    outs = launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *in_place, *segments),
-        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *segments, *in_place),
+        out_type=out_type,
         blocks=table.shape[0],
         cluster=cfg.cluster,
         consumers=cfg.consumers,
         scratch=scratch,
         interpret=interpret,
     )
+    if key_sum is None:
+        dk, dv = outs
+    else:
+        dk = key_sum.finish(in_place[-2][...], factor, k.dtype)
+        dv = key_sum.finish(in_place[-1][...], 1.0, v.dtype)
     if total is not None:
         return total.finish(in_place[0][...], factor, q.dtype), dk, dv
     rules = {"band": band, "scale": factor, "soft_cap": soft_cap}
@@ -157,14 +172,16 @@ def _kernel(
     soft_cap: float | None,
     group: int,
     mma: MatrixUnit,
-    total: QueryGradient | None,
+    splits: int,
+    total: GradientSum | None,
+    key_sum: GradientSum | None,
     **scratch: Any,
 ):
     *others, dk_ref, dv_ref = refs
-    segment_refs = others if total is None else others[1:]
+    segment_refs = others if total is None else others[:-1]
     mem = types.SimpleNamespace(**scratch)
     wg = lax.axis_index("warpgroup")
-    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group)
+    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group, splits)
 
     @pl.when(wg == cfg.consumers)
     def _produce():
@@ -214,9 +231,9 @@ def _kernel(
 
         def consume(scores: Scores):
             if total is None:
-                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref)
+                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, key_sum)
             else:
-                mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, total, others[0])
+                mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, total, others[-1], key_sum)
 
         with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

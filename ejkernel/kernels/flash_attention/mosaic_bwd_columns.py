@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
 from ejkernel.kernels.flash_attention.mosaic_store import store_columns
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
@@ -38,9 +39,10 @@ def consume(
     mem: Any,
     dk_ref: Any,
     dv_ref: Any,
+    key_sum: GradientSum | None,
 ) -> None:
     wg = lax.axis_index("warpgroup")
-    dtype, half = dk_ref.dtype, (WGMMA_ROWS, dk_ref.shape[3] // cfg.consumers)
+    dtype, half = mem.k_smem.dtype, (WGMMA_ROWS, mem.k_smem.shape[2] // cfg.consumers)
     k_tile, v_tile = mem.k_smem.at[0], mem.v_smem.at[0]
     queries = cfg.block_q // cfg.consumers
     own_queries, own_cols = pl.ds(wg * queries, queries), pl.ds(wg * half[1], half[1])
@@ -116,6 +118,11 @@ def consume(
         make_scores(jnp.int32(0), lambda: ())
         carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
         dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
+        if key_sum is not None:
+            plgpu.barrier_arrive(mem.kv_free)
+            key_sum.add(key_sum.piece(dv_ref, at.batch, at.kv_head, at.col, wg), dv, None)
+            key_sum.add(key_sum.piece(dk_ref, at.batch, at.kv_head, at.col, wg), dk, None)
+            return step + at.steps
         # The gradients are stored through the memory of K and V, after its last read and after both halves are written.
         meet()
         v_tile.at[:, own_cols][...] = dv.astype(dtype)

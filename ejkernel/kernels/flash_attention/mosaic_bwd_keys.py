@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
-from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
+from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
@@ -29,11 +29,12 @@ def consume(
     mem: Any,
     dk_ref: Any,
     dv_ref: Any,
-    total: QueryGradient,
+    total: GradientSum,
     dq_ref: Any,
+    key_sum: GradientSum | None,
 ) -> None:
     wg = lax.axis_index("warpgroup")
-    head_dim, dtype = dk_ref.shape[3], dk_ref.dtype
+    head_dim, dtype = mem.k_smem.shape[2], mem.k_smem.dtype
     k_tile, v_tile = mem.k_smem.at[wg], mem.v_smem.at[wg]
     scores_shape, wide = (WGMMA_ROWS, cfg.block_q), (WGMMA_ROWS, head_dim)
 
@@ -105,6 +106,11 @@ def consume(
 
         zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
         dk, dv = lax.fori_loop(0, at.steps, advance, (zeros, zeros))
+        if key_sum is not None:
+            plgpu.barrier_arrive(mem.kv_free)
+            key_sum.add(key_sum.piece(dv_ref, at.batch, at.kv_head, at.col, wg), dv, None)
+            key_sum.add(key_sum.piece(dk_ref, at.batch, at.kv_head, at.col, wg), dk, None)
+            return step + at.steps
         # The gradients are stored through the memory of K and V; other warpgroups may still be reading K.
         plgpu.barrier_arrive(mem.tile_done)
         v_tile[...] = dv.astype(dtype)

@@ -1,9 +1,11 @@
-"""Where dQ is summed up: float32 in global memory, to which every block of keys adds its part.
+"""Where a gradient is summed up: float32 in global memory, to which several blocks add their parts.
+
+dQ always is, dK and dV where the queries of a tile of keys are divided among blocks.
 
 There are two ways. `bulk`: the part goes to shared memory and the copy engine adds it. `registers`: vector reductions
 straight from registers, which need no shared memory and no barriers, but need 16 adjacent bytes per thread; so the
-buffer keeps the register order of the matrix units, and a small second kernel brings dQ into its real layout, scales
-and rounds it. Which is faster depends on the head dim: `docs/hopper.md`.
+buffer keeps the register order of the matrix units, and a small second kernel brings the sum into its real layout,
+scales and rounds it. Which is faster for dQ depends on the head dim: `docs/hopper.md`.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ _SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class QueryGradient:
-    """The float32 sum of dQ, in pieces of 64 rows and `cols` columns."""
+class GradientSum:
+    """The float32 sum of a gradient, in pieces of 64 rows and `cols` columns, and in whole blocks of `block` rows."""
 
     batch: int
     length: int
     heads: int
     head_dim: int
     cols: int
-    block_q: int
+    block: int
     bulk: bool
     interpret: bool
 
     def zeros(self) -> jax.Array:
         if self.bulk and not self.interpret:
             return jnp.zeros((self.batch, self.heads, self.length, self.head_dim), jnp.float32)
-        # Whole blocks of queries: rows past the end are added too, as zeros.
-        blocks = -(-self.length // self.block_q) * self.block_q // WGMMA_ROWS
+        # Rows past the end are added too, as zeros.
+        blocks = -(-self.length // self.block) * self.block // WGMMA_ROWS
         piece = (WGMMA_ROWS, self.cols) if self.interpret else (WGMMA_ROWS * self.cols,)
         return jnp.zeros((self.batch, self.heads, blocks, self.head_dim // self.cols, *piece), jnp.float32)
 
@@ -58,7 +60,7 @@ class QueryGradient:
         return plgpu.SMEM((consumers, WGMMA_ROWS, self.cols), jnp.float32, transforms=_SWIZZLED_F32)
 
     def piece(self, ref: Any, batch: Any, head: Any, row: Any, wg: Any) -> Any:
-        """Returns the part of `ref` that warpgroup `wg` adds to in a step whose first query is `row`."""
+        """Returns the part of `ref` that warpgroup `wg` adds to in a block of rows that starts at `row`."""
         by_rows = self.cols == self.head_dim
         if not self.bulk or self.interpret:
             block = lax.div(row, jnp.int32(WGMMA_ROWS))
