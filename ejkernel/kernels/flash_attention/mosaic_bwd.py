@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_keys
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, default_backward, is_full
 from ejkernel.kernels.flash_attention.mosaic import padded
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import key_table, packed_splits
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
 from ejkernel.kernels.flash_attention.mosaic_bwd_schedule import Work, item_table, plan
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
@@ -74,14 +75,19 @@ def flash_attention_backward(
         head_bytes=group * q_len * head_dim * (2 * q.dtype.itemsize + 4),
         sum_bytes=2 * k.size * 4,
     )
-    splits, head_group = plan(work, cfg.splits, cfg.head_group)
-    table = item_table(work, splits, head_group, persistent=cfg.schedule == "persistent")
-    segments = ()
+    ids: tuple[jax.Array, ...] = ()
+    segments: tuple[jax.Array, ...] = ()
     if q_segment_ids is not None and kv_segment_ids is not None:
+        ids = q_segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
         segments = (
-            padded(q_segment_ids.astype(jnp.int32), whole, -1),
-            padded(kv_segment_ids.astype(jnp.int32), math.lcm(cfg.block_kv * cfg.cluster, cfg.dq_block_kv), -2),
+            padded(ids[0], whole, -1),
+            padded(ids[1], math.lcm(cfg.block_kv * cfg.cluster, cfg.dq_block_kv), -2),
         )
+        splits = packed_splits(cfg, tiles=work.heads * len(work.steps), group=group, blocks=work.blocks)
+        table = key_table(*ids, cfg=cfg, band=band, kv_heads=kv_heads, blocks=work.blocks, splits=splits)
+    else:
+        splits, head_group = plan(work, cfg.splits, cfg.head_group)
+        table = jnp.asarray(item_table(work, splits, head_group, persistent=cfg.schedule == "persistent"))
     # dQ is divided among the warpgroups by query rows if there are enough of them, else by columns.
     dq_cols = head_dim if cfg.block_q > WGMMA_ROWS else head_dim // cfg.consumers
     total: GradientSum | None = None
@@ -110,6 +116,7 @@ def flash_attention_backward(
         key_sum=key_sum,
     )
     parts = cfg.block_kv // WGMMA_ROWS
+    ids_smem = bool(ids) and cfg.split == "keys"
     kv_tile = (parts, WGMMA_ROWS, head_dim)
     q_tile = (cfg.stages, cfg.block_q, head_dim)
     scratch: dict[str, Any] = {
@@ -122,10 +129,12 @@ def flash_attention_backward(
         "dq_smem": None if total is None else total.staging(cfg.consumers),
         "lse_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
         "delta_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
-        "k_full": plgpu.Barrier(num_barriers=parts),
+        "q_ids": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.int32) if ids_smem else None,
+        "kv_ids": plgpu.SMEM((parts, WGMMA_ROWS), jnp.int32) if ids_smem else None,
+        "k_full": plgpu.Barrier(num_barriers=parts, num_arrivals=2 if ids_smem else 1),
         "v_full": plgpu.Barrier(num_barriers=parts),
         "kv_free": plgpu.Barrier(num_arrivals=cfg.consumers),
-        "q_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
+        "q_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=3 if ids_smem else 2),
         "do_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
         "q_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
         "do_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
@@ -135,7 +144,7 @@ def flash_attention_backward(
     }
     outs = launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *segments, *in_place),
+        *(q, k, v, dout, lse, delta, rest, lost, table, *segments, *in_place),
         out_type=out_type,
         blocks=table.shape[0],
         cluster=cfg.cluster,
@@ -151,7 +160,7 @@ def flash_attention_backward(
     if total is not None:
         return total.finish(in_place[0][...], factor, q.dtype), dk, dv
     rules = {"band": band, "scale": factor, "soft_cap": soft_cap}
-    dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, segments, **rules, cfg=cfg, interpret=interpret)
+    dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, ids, segments, **rules, cfg=cfg, interpret=interpret)
     return dq, dk, dv
 
 
@@ -181,7 +190,7 @@ def _kernel(
     segment_refs = others if total is None else others[:-1]
     mem = types.SimpleNamespace(**scratch)
     wg = lax.axis_index("warpgroup")
-    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group, splits)
+    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group, splits, bool(segment_refs))
 
     @pl.when(wg == cfg.consumers)
     def _produce():
@@ -194,6 +203,10 @@ def _kernel(
                 rows = pl.ds(at.col + part * WGMMA_ROWS, WGMMA_ROWS)
                 for ref, smem, full in ((k_ref, mem.k_smem, mem.k_full), (v_ref, mem.v_smem, mem.v_full)):
                     plgpu.copy_gmem_to_smem(ref.at[at.batch, rows, at.kv_head], smem.at[part], full.at[part])
+                if mem.kv_ids is not None:
+                    plgpu.copy_gmem_to_smem(
+                        segment_refs[1].at[at.batch, rows], mem.kv_ids.at[part], mem.k_full.at[part]
+                    )
 
             def load(n, _):
                 slot = walk.slot(step + n)
@@ -202,6 +215,8 @@ def _kernel(
                 plgpu.barrier_wait(mem.q_free.at[slot])
                 shared_load(cfg.cluster, q_ref.at[at.batch, rows, head], mem.q_smem.at[slot], mem.q_full.at[slot])
                 plgpu.copy_gmem_to_smem(lse_ref.at[at.batch, head, rows], mem.lse_smem.at[slot], mem.q_full.at[slot])
+                if mem.q_ids is not None:
+                    plgpu.copy_gmem_to_smem(segment_refs[0].at[at.batch, rows], mem.q_ids.at[slot], mem.q_full.at[slot])
                 plgpu.barrier_wait(mem.do_free.at[slot])
                 shared_load(cfg.cluster, do_ref.at[at.batch, rows, head], mem.do_smem.at[slot], mem.do_full.at[slot])
                 plgpu.copy_gmem_to_smem(
@@ -227,11 +242,11 @@ def _kernel(
             plgpu.barrier_arrive(mem.q_free.at[slot])
             plgpu.barrier_arrive(mem.do_free.at[slot])
         ragged = band.kv_len % (cfg.block_kv * cfg.cluster) != 0
-        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=1, ragged=ragged)
+        scores = Scores(band, scale, soft_cap, query_axis=1, ragged=ragged)
 
         def consume(scores: Scores):
             if total is None:
-                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, key_sum)
+                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, key_sum, segment_refs)
             else:
                 mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, total, others[-1], key_sum)
 

@@ -13,7 +13,7 @@ memory as with 128, and that alone took longer than two more products.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
-from ejkernel.kernels.flash_attention.mosaic_scores import Scores
+from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores
 from ejkernel.kernels.flash_attention.mosaic_store import store_columns
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
@@ -40,6 +40,7 @@ def consume(
     dk_ref: Any,
     dv_ref: Any,
     key_sum: GradientSum | None,
+    segments: Sequence[Any],
 ) -> None:
     wg = lax.axis_index("warpgroup")
     dtype, half = mem.k_smem.dtype, (WGMMA_ROWS, mem.k_smem.shape[2] // cfg.consumers)
@@ -63,7 +64,13 @@ def consume(
             """Stores the weights of step `n` and the gradient of its scores; two products run during `meanwhile`."""
             slot, buffer = walk.slot(step + n), buffer_of(n)
             head, row = at.place(n)
+            cut = at.cut(row)
             row = row + wg * queries
+            ids = None
+            if segments:
+                # From global memory: there is no room for them.
+                q_ids, kv_ids = (ref.at[at.batch] for ref in segments)
+                ids = Ids(q_ids.at[pl.ds(row, queries)], kv_ids.at[pl.ds(at.col, WGMMA_ROWS)], cut, optimized=False)
             plgpu.barrier_wait(mem.q_full.at[slot])
             k_tile, v_tile = mem.k_smem.at[unhoisted(0, n)], mem.v_smem.at[unhoisted(0, n)]
 
@@ -73,7 +80,7 @@ def consume(
                 mma.multiply(dp_acc, v_tile, mem.do_smem.at[slot, own_queries], b_t=True)
                 held = meanwhile()
                 s = mma.result(s_acc, in_flight=1)
-                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.batch, at.col, row)
+                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.col, row, ids)
                 # Waiting here also keeps ptxas (CUDA 13.0) from moving the wait for the product up, over the
                 # exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
-from ejkernel.kernels.flash_attention.mosaic_scores import Scores
+from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
@@ -53,6 +53,7 @@ def consume(
             q_tile, do_tile = mem.q_smem.at[slot], mem.do_smem.at[slot]
             k_tile, v_tile = mem.k_smem.at[unhoisted(wg, n)], mem.v_smem.at[unhoisted(wg, n)]
             plgpu.barrier_wait(mem.q_full.at[slot])
+            ids = None if mem.q_ids is None else Ids(mem.q_ids.at[slot], mem.kv_ids.at[wg], at.cut(row))
 
             # Accumulators are opened as late as possible: each holds its registers from there on.
             def weights(s_acc, dp_acc):
@@ -61,7 +62,7 @@ def consume(
                 plgpu.barrier_wait(mem.do_full.at[slot])
                 mma.multiply(dp_acc, v_tile, do_tile, b_t=True)
                 s = mma.result(s_acc, in_flight=1)
-                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot]), at.batch, own_col, row)
+                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot]), own_col, row, ids)
                 dp = mma.result(dp_acc)
                 p = scores.restored(p, at.batch, head, row)
                 ds = scores.gradient(p, t, dp, scores.of_queries(mem.delta_smem.at[slot]))

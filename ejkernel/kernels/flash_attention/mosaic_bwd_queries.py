@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import is_cut, query_table, read_entry
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
+from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores, with_or_without_rest
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch, swizzled
@@ -38,6 +39,7 @@ def query_gradient(
     delta: jax.Array,
     rest: jax.Array,
     lost: jax.Array,
+    ids: tuple[jax.Array, ...],
     segments: tuple[jax.Array, ...],
     *,
     band: Band,
@@ -46,22 +48,23 @@ def query_gradient(
     cfg: MosaicBwdConfig,
     interpret: Any,
 ) -> jax.Array:
-    """Returns dQ; vectors along the queries must be padded to whole tiles of `cfg.dq_block_q`."""
+    """Returns dQ; vectors along the queries must be padded to whole tiles, and so must `segments`, but not `ids`."""
     batch, _, heads, head_dim = q.shape
-    table = tile_table(
-        heads=batch * heads,
-        steps=band.steps(cfg.dq_block_q * cfg.dq_cluster, cfg.dq_block_kv),
-        blocks=SMS // cfg.dq_cluster,
-        head_group=cfg.head_group or _HEAD_GROUP,
-        persistent=cfg.schedule == "persistent",
-    )
+    blocks = SMS // cfg.dq_cluster
+    if ids:
+        table = query_table(*ids, cfg=cfg, band=band, heads=heads, blocks=blocks)
+    else:
+        steps = band.steps(cfg.dq_block_q * cfg.dq_cluster, cfg.dq_block_kv)
+        group, persistent = cfg.head_group or _HEAD_GROUP, cfg.schedule == "persistent"
+        table = tile_table(heads=batch * heads, steps=steps, blocks=blocks, head_group=group, persistent=persistent)
+        table = jnp.asarray(table)
     q_tile = swizzled((cfg.consumers, WGMMA_ROWS, head_dim), q.dtype)
     body = functools.partial(
         _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, mma=MatrixUnit(bool(interpret))
     )
     return launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *segments),
+        *(q, k, v, dout, lse, delta, rest, lost, table, *segments),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         blocks=table.shape[0],
         cluster=cfg.dq_cluster,
@@ -71,10 +74,12 @@ def query_gradient(
             "do_smem": q_tile,
             "k_smem": swizzled((cfg.dq_k_stages, cfg.dq_block_kv, head_dim), k.dtype),
             "v_smem": swizzled((cfg.dq_v_stages, cfg.dq_block_kv, head_dim), v.dtype),
-            "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
+            "q_ids": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.int32) if ids else None,
+            "kv_ids": plgpu.SMEM((cfg.dq_k_stages, cfg.dq_block_kv), jnp.int32) if ids else None,
+            "q_full": plgpu.Barrier(num_barriers=cfg.consumers, num_arrivals=2 if ids else 1),
             "do_full": plgpu.Barrier(num_barriers=cfg.consumers),
             "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
-            "k_full": plgpu.Barrier(num_barriers=cfg.dq_k_stages),
+            "k_full": plgpu.Barrier(num_barriers=cfg.dq_k_stages, num_arrivals=2 if ids else 1),
             "k_free": shared_barrier(cfg.dq_cluster, cfg.dq_k_stages, cfg.consumers),
             "v_full": plgpu.Barrier(num_barriers=cfg.dq_v_stages),
             "v_free": shared_barrier(cfg.dq_cluster, cfg.dq_v_stages, cfg.consumers),
@@ -110,13 +115,21 @@ def _kernel(
     block_kv = cfg.dq_block_kv
 
     def decode(i):
-        """Returns batch, head, first query, first key block and number of key blocks of the block's tile `i`."""
-        tile = table_ref[block, i + 1]
+        """Returns batch, head, first query, first key block and number of key blocks of the block's tile `i`.
+
+        For packed sequences also the first key block that all its queries see, and the one after the last.
+        """
+        if segment_refs:
+            tile, start, clear, clear_end, end = read_entry(table_ref, block, i)
+        else:
+            tile, clear, clear_end = table_ref[block, i + 1], None, None
         flat = lax.div(tile, jnp.int32(rows_per_head))
         row = lax.rem(tile, jnp.int32(rows_per_head)) * block_q
-        start, end = band.blocks(row, block_q, block_kv)
+        if not segment_refs:
+            start, end = band.blocks(row, block_q, block_kv)
         row = row + place_in_cluster(cfg.dq_cluster) * cfg.dq_block_q
-        return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end - start
+        batch, head = lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads))
+        return batch, head, row, start, end - start, clear, clear_end
 
     def k_slot(step):
         return lax.rem(step, jnp.int32(cfg.dq_k_stages))
@@ -129,7 +142,7 @@ def _kernel(
         plgpu.set_max_registers(cfg.producer_registers, action="decrease")
 
         def tile(i, step):
-            batch, head, row, start, count = decode(i)
+            batch, head, row, start, count, *_ = decode(i)
             kv_head = lax.div(head, jnp.int32(heads // k_ref.shape[2]))
 
             def load(ref, smem, full, free, slot, n):
@@ -138,13 +151,19 @@ def _kernel(
                 shared_load(cfg.dq_cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
 
             def load_both(n, _):
-                load(k_ref, mem.k_smem, mem.k_full, mem.k_free, k_slot(step + n), n)
+                slot = k_slot(step + n)
+                load(k_ref, mem.k_smem, mem.k_full, mem.k_free, slot, n)
+                if segment_refs:
+                    keys = pl.ds((start + n) * block_kv, block_kv)
+                    plgpu.copy_gmem_to_smem(segment_refs[1].at[batch, keys], mem.kv_ids.at[slot], mem.k_full.at[slot])
                 load(v_ref, mem.v_smem, mem.v_full, mem.v_free, v_slot(step + n), n)
 
             for c in range(cfg.consumers):
                 rows = pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS)
                 plgpu.barrier_wait(mem.q_free.at[c])
                 plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], mem.q_smem.at[c], mem.q_full.at[c])
+                if segment_refs:
+                    plgpu.copy_gmem_to_smem(segment_refs[0].at[batch, rows], mem.q_ids.at[c], mem.q_full.at[c])
                 plgpu.copy_gmem_to_smem(do_ref.at[batch, rows, head], mem.do_smem.at[c], mem.do_full.at[c])
             lax.fori_loop(0, count, load_both, None)
             return step + count
@@ -166,7 +185,7 @@ def _kernel(
         narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim)
 
         def tile(scores: Scores, i, step):
-            batch, head, row, start, count = decode(i)
+            batch, head, row, start, count, clear, clear_end = decode(i)
             row = row + wg * WGMMA_ROWS
             rows = pl.ds(row, WGMMA_ROWS)
             lse = scores.of_queries(lse_ref.at[batch, head, rows], optimized=False)
@@ -177,6 +196,9 @@ def _kernel(
             def advance(n, dq):
                 k, v = k_slot(step + n), v_slot(step + n)
                 q_tile, do_tile = mem.q_smem.at[unhoisted(wg, n)], mem.do_smem.at[unhoisted(wg, n)]
+                ids = None
+                if segment_refs:
+                    ids = Ids(mem.q_ids.at[wg], mem.kv_ids.at[k], is_cut(start + n, clear, clear_end))
                 plgpu.barrier_wait(mem.k_full.at[k])
 
                 def gradient(s_acc, dp_acc):
@@ -184,7 +206,7 @@ def _kernel(
                     plgpu.barrier_wait(mem.v_full.at[v])
                     mma.multiply(dp_acc, do_tile, mem.v_smem.at[v], b_t=True)
                     s = mma.result(s_acc, in_flight=1)
-                    p, t = scores.weights(s, lse, batch, (start + n) * block_kv, row)
+                    p, t = scores.weights(s, lse, (start + n) * block_kv, row, ids)
                     dp = mma.result(dp_acc)
                     plgpu.barrier_arrive(mem.v_free.at[v])
                     p = scores.restored(p, batch, head, row)
@@ -214,6 +236,6 @@ def _kernel(
         def consume(scores: Scores):
             lax.fori_loop(0, table_ref[block, 0], functools.partial(tile, scores), jnp.int32(0))
 
-        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0, ragged=band.kv_len % block_kv != 0)
+        scores = Scores(band, scale, soft_cap, query_axis=0, ragged=band.kv_len % block_kv != 0)
         with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,15 @@ _LOG2E = math.log2(math.e)
 _VECTORS = (plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0))  # Along the rows, along the columns.
 
 
+class Ids(NamedTuple):
+    """The segments of a tile's queries and keys, and whether they cut the tile; `optimized` if in shared memory."""
+
+    queries: Any
+    keys: Any
+    cut: Any
+    optimized: bool = True
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
     """How scores become weights: scale, cap and masks.
@@ -31,7 +40,6 @@ class Scores:
     band: Band
     scale: float
     soft_cap: float | None
-    segments: tuple[Any, ...]
     query_axis: int
     ragged: bool
     rest: Any = None
@@ -40,16 +48,15 @@ class Scores:
         """Loads a vector along the queries of a tile; `optimized=False` from global memory."""
         return load_with_layout(ref, layout=_VECTORS[self.query_axis], optimized=optimized)
 
-    def weights(self, s: jax.Array, lse: jax.Array, batch: Any, col: Any, row: Any) -> tuple[jax.Array, jax.Array]:
+    def weights(
+        self, s: jax.Array, lse: jax.Array, col: Any, row: Any, ids: Ids | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the weights of a tile from key `col` and query `row` on, and what `gradient` needs."""
         t = s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
         capped = t if self.soft_cap is None else self.soft_cap * t
-        if self.segments:
-            capped = self._masked(capped, batch, col, row)
-        elif self.band.upper is not None or self.band.lower is not None or self.ragged:
-            capped = lax.cond(
-                self._cuts(col, row, s.shape), lambda x: self._masked(x, batch, col, row), lambda x: x, capped
-            )
+        if ids is not None or self.band.upper is not None or self.band.lower is not None or self.ragged:
+            cut = self._cuts(col, row, s.shape, ids)
+            capped = lax.cond(cut, lambda x: self._masked(x, col, row, ids), lambda x: x, capped)
         factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
         p = jnp.exp2(capped * factor - lax.broadcast_in_dim(lse, s.shape, [self.query_axis]))
         return lax.optimization_barrier(p), t
@@ -70,7 +77,7 @@ class Scores:
     def _key_axis(self) -> int:
         return 1 - self.query_axis
 
-    def _masked(self, s: jax.Array, batch: Any, col: Any, row: Any) -> jax.Array:
+    def _masked(self, s: jax.Array, col: Any, row: Any, ids: Ids | None) -> jax.Array:
         columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         rows = plgpu.broadcasted_iota(jnp.int32, s.shape[:1], 0, layout=_VECTORS[0])
         # Bounds of the columns are vectors along the rows, two registers per thread; a matrix of differences would need
@@ -84,23 +91,19 @@ class Scores:
             # Keys past the end are zeros, but their weights may be infinite.
             keys = lax.broadcast_in_dim(rows + row, s.shape, [0]) if self.query_axis else columns + col
             s = jnp.where(keys < self.band.kv_len, s, -jnp.inf)
-        if self.segments:
-            q_ids = self.of_queries(self.segments[0].at[batch, pl.ds(row, s.shape[self.query_axis])], optimized=False)
-            kv_ids = load_with_layout(
-                self.segments[1].at[batch, pl.ds(col, s.shape[self._key_axis])],
-                layout=_VECTORS[self._key_axis],
-                optimized=False,
+        if ids is not None:
+            q_ids = lax.broadcast_in_dim(
+                self.of_queries(ids.queries, optimized=ids.optimized), s.shape, [self.query_axis]
             )
-            same = lax.broadcast_in_dim(q_ids, s.shape, [self.query_axis]) == lax.broadcast_in_dim(
-                kv_ids, s.shape, [self._key_axis]
-            )
+            kv_ids = load_with_layout(ids.keys, layout=_VECTORS[self._key_axis], optimized=ids.optimized)
+            same = q_ids == lax.broadcast_in_dim(kv_ids, s.shape, [self._key_axis])
             s = jnp.where(same, s, -jnp.inf)
         return s
 
-    def _cuts(self, col: Any, row: Any, shape: tuple[int, ...]) -> Any:
-        """Returns whether an edge of the band, or the end of the keys, runs through the tile."""
+    def _cuts(self, col: Any, row: Any, shape: tuple[int, ...], ids: Ids | None) -> Any:
+        """Returns whether an edge of the band or of a segment, or the end of the keys, runs through the tile."""
         keys, queries = shape[self._key_axis], shape[self.query_axis]
-        cut = jnp.bool_(False)
+        cut = jnp.bool_(False) if ids is None else ids.cut
         if self.band.upper is not None:
             cut = cut | (col + (keys - 1) - row > self.band.upper)
         if self.band.lower is not None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import is_cut, read_entry
 from ejkernel.kernels.flash_attention.mosaic_bwd_schedule import decode_item
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.hopper.cluster import place_in_cluster
@@ -18,7 +19,8 @@ from ejkernel.kernels.hopper.cluster import place_in_cluster
 class Tile:
     """A tile of keys of one key head; `count` blocks of queries, from `start` on, see it in each of `group` heads.
 
-    Of those steps, the running block does `steps`, from `first` on.
+    Of those steps, the running block does `steps`, from `first` on. Of packed sequences, blocks of queries from `clear`
+    to `clear_end` see all keys of the tile.
     """
 
     batch: Any
@@ -30,6 +32,8 @@ class Tile:
     steps: Any
     block_q: int
     group: int
+    clear: Any = None
+    clear_end: Any = None
 
     def place(self, n: Any) -> tuple[Any, Any]:
         """Returns the query head and the first query of step `n`."""
@@ -38,6 +42,12 @@ class Tile:
             self.kv_head * self.group + lax.div(n, self.count),
             (self.start + lax.rem(n, self.count)) * self.block_q,
         )
+
+    def cut(self, row: Any) -> Any:
+        """Returns whether ids cut the tile of the block of queries at `row`; None if there are no ids."""
+        if self.clear is None:
+            return None
+        return is_cut(lax.div(row, jnp.int32(self.block_q)), self.clear, self.clear_end)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,17 +60,25 @@ class Walk:
     kv_heads: int
     group: int
     splits: int
+    packed: bool
 
     @property
     def tiles(self) -> Any:
         return self.table[lax.axis_index("block"), 0]
 
     def tile(self, i: Any) -> Tile:
-        number, part, parts = decode_item(self.table[lax.axis_index("block"), i + 1], self.splits)
+        block, clear = lax.axis_index("block"), {}
+        if self.packed:
+            number, start, clear["clear"], clear["clear_end"], end = read_entry(self.table, block, i)
+            parts = jnp.int32(self.splits)
+            number, part = lax.div(number, parts), lax.rem(number, parts)
+        else:
+            number, part, parts = decode_item(self.table[block, i + 1], self.splits)
         keys = self.cfg.block_kv * self.cfg.cluster
         per_head = jnp.int32(-(-self.band.kv_len // keys))
         head, col = lax.div(number, per_head), lax.rem(number, per_head) * keys
-        start, end = self.band.query_blocks(col, keys, self.cfg.block_q)
+        if not self.packed:
+            start, end = self.band.query_blocks(col, keys, self.cfg.block_q)
         col = col + place_in_cluster(self.cfg.cluster) * self.cfg.block_kv
         heads = jnp.int32(self.kv_heads)
         count = end - start
@@ -78,6 +96,7 @@ class Walk:
             steps=steps,
             block_q=self.cfg.block_q,
             group=self.group,
+            **clear,
         )
 
     def slot(self, step: Any) -> Any:

@@ -23,8 +23,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 HEAD_DIMS = (64, 128, 256)
 RECENT = jax.__version_info__ >= (0, 11)
 
-# Query length, key length, key heads, dim, lower, upper, soft cap, segments, what queries are moved by (keys by minus),
-# the logit of every seventh query and all keys. Fields of the backward config may come last.
+# Query length, key length, key heads, dim, lower, upper, soft cap, segments (or id and length of each), what queries
+# are moved by (keys by minus), the logit of every seventh query and all keys.
+# Fields of the backward config may come last.
 INTERPRETED = {
     "causal": (256, 256, 1, 64, None, 0, None, False),
     "full, grouped heads": (128, 256, 1, 128, None, None, None, False),
@@ -36,6 +37,9 @@ INTERPRETED = {
     "rows of hugely negative logits, head dim 256": (64, 128, 1, 256, None, None, None, False, 0.0, -(2.0**30)),
     "head dim 256": (136, 200, 1, 256, -100, 64, 20.0, False),
     "head dim 256, segments": (128, 128, 2, 256, None, 0, None, True),
+    "segments that come back": (320, 320, 1, 64, None, 0, None, [(3, 90), (0, 38), (3, 100), (7, 92)]),
+    "window in segments, in parts": (264, 264, 1, 128, -60, 0, None, [(0, 130), (4, 100), (5, 34)], {"splits": 2}),
+    "window in segments, head dim 256": (264, 264, 1, 256, -60, 9, None, [(0, 130), (4, 100), (5, 34)]),
     "tiles of keys in parts": (256, 256, 1, 128, None, 0, None, False, {"splits": 3}),
     "tiles of keys in parts, head dim 256": (136, 200, 1, 256, -100, 64, 20.0, False, {"splits": 2}),
 }
@@ -70,6 +74,8 @@ def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0,
         first = jnp.arange(dim) == 0
         q, k = jnp.where(rows, first, jnp.where(first, 0, q)).astype(q.dtype), k.at[..., 0].set(far)
     ids = jnp.arange(q_len)[None] // 50 if segments else None
+    if isinstance(segments, list):
+        ids = jnp.repeat(*map(jnp.asarray, zip(*segments)), total_repeat_length=q_len)[None]
     options = dict(lower=lower, upper=upper, soft_cap=cap, q_segment_ids=ids, kv_segment_ids=ids)
     options["interpret"] = plgpu.InterpretGPUParams()
     forward = config.MosaicFwdConfig(consumers=2, block_kv=64, share_qo=dim == 256, cluster=2 if cap else 1)
