@@ -119,13 +119,14 @@ def _kernel(
 
         For packed sequences also the first key block that all its queries see, and the one after the last.
         """
+        start = end = clear = clear_end = None
         if segment_refs:
             tile, start, clear, clear_end, end = read_entry(table_ref, block, i)
         else:
-            tile, clear, clear_end = table_ref[block, i + 1], None, None
+            tile = table_ref[block, i + 1]
         flat = lax.div(tile, jnp.int32(rows_per_head))
         row = lax.rem(tile, jnp.int32(rows_per_head)) * block_q
-        if not segment_refs:
+        if start is None or end is None:
             start, end = band.blocks(row, block_q, block_kv)
         row = row + place_in_cluster(cfg.dq_cluster) * cfg.dq_block_q
         batch, head = lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads))

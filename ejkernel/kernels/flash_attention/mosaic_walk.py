@@ -67,36 +67,36 @@ class Walk:
         return self.table[lax.axis_index("block"), 0]
 
     def tile(self, i: Any) -> Tile:
-        block, clear = lax.axis_index("block"), {}
+        block, keys = lax.axis_index("block"), self.cfg.block_kv * self.cfg.cluster
+        clear = clear_end = start = end = None
         if self.packed:
-            number, start, clear["clear"], clear["clear_end"], end = read_entry(self.table, block, i)
+            number, start, clear, clear_end, end = read_entry(self.table, block, i)
             parts = jnp.int32(self.splits)
             number, part = lax.div(number, parts), lax.rem(number, parts)
         else:
             number, part, parts = decode_item(self.table[block, i + 1], self.splits)
-        keys = self.cfg.block_kv * self.cfg.cluster
         per_head = jnp.int32(-(-self.band.kv_len // keys))
         head, col = lax.div(number, per_head), lax.rem(number, per_head) * keys
-        if not self.packed:
+        if start is None or end is None:
             start, end = self.band.query_blocks(col, keys, self.cfg.block_q)
-        col = col + place_in_cluster(self.cfg.cluster) * self.cfg.block_kv
-        heads = jnp.int32(self.kv_heads)
         count = end - start
         first, steps = 0, self.group * count
         if self.splits > 1:
             first = lax.div(steps * part, parts)
             steps = lax.div(steps * (part + 1), parts) - first
+        heads = jnp.int32(self.kv_heads)
         return Tile(
             batch=lax.div(head, heads),
             kv_head=lax.rem(head, heads),
-            col=col,
+            col=col + place_in_cluster(self.cfg.cluster) * self.cfg.block_kv,
             start=start,
             count=count,
             first=first,
             steps=steps,
             block_q=self.cfg.block_q,
             group=self.group,
-            **clear,
+            clear=clear,
+            clear_end=clear_end,
         )
 
     def slot(self, step: Any) -> Any:
