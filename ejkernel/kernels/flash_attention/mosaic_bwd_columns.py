@@ -37,13 +37,13 @@ def consume(
     mma: MatrixUnit,
     cfg: MosaicBwdConfig,
     mem: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    key_sum: GradientSum | None,
+    grad_refs: tuple[Any, Any],
+    key_sums: tuple[GradientSum, GradientSum] | None,
     segments: Sequence[Any],
 ) -> None:
     wg = lax.axis_index("warpgroup")
-    dtype, half = mem.k_smem.dtype, (WGMMA_ROWS, mem.k_smem.shape[2] // cfg.consumers)
+    (dk_ref, dv_ref), dtype = grad_refs, mem.k_smem.dtype
+    half = (WGMMA_ROWS, mem.k_smem.shape[2] // cfg.consumers)
     k_tile, v_tile = mem.k_smem.at[0], mem.v_smem.at[0]
     queries = cfg.block_q // cfg.consumers
     own_queries, own_cols = pl.ds(wg * queries, queries), pl.ds(wg * half[1], half[1])
@@ -125,10 +125,10 @@ def consume(
         make_scores(jnp.int32(0), lambda: ())
         carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
         dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
-        if key_sum is not None:
+        if key_sums is not None:
             plgpu.barrier_arrive(mem.kv_free)
-            key_sum.add(key_sum.piece(dv_ref, at.batch, at.kv_head, at.col, wg), dv, None)
-            key_sum.add(key_sum.piece(dk_ref, at.batch, at.kv_head, at.col, wg), dk, None)
+            for key_sum, ref, grad in zip(key_sums, grad_refs, (dk, dv), strict=True):
+                key_sum.add(key_sum.piece(ref, at.batch, at.kv_head, at.col, wg), grad, None)
             return step + at.steps
         # The gradients are stored through the memory of K and V, after its last read and after both halves are written.
         meet()

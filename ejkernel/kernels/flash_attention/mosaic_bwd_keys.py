@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
 from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
@@ -27,16 +28,18 @@ def consume(
     mma: MatrixUnit,
     cfg: MosaicBwdConfig,
     mem: Any,
-    dk_ref: Any,
-    dv_ref: Any,
+    grad_refs: tuple[Any, Any],
+    operands: tuple[Operand, Operand],
     total: GradientSum,
     dq_ref: Any,
-    key_sum: GradientSum | None,
+    key_sums: tuple[GradientSum, GradientSum] | None,
 ) -> None:
     wg = lax.axis_index("warpgroup")
-    head_dim, dtype = mem.k_smem.shape[2], mem.k_smem.dtype
+    (dk_ref, dv_ref), dtype = grad_refs, mem.k_smem.dtype
+    widths = [operand.width for operand in operands]
     k_tile, v_tile = mem.k_smem.at[wg], mem.v_smem.at[wg]
-    scores_shape, wide = (WGMMA_ROWS, cfg.block_q), (WGMMA_ROWS, head_dim)
+    scores_shape = (WGMMA_ROWS, cfg.block_q)
+    dk_shape, dv_shape = ((WGMMA_ROWS, width) for width in widths)
 
     def tile(i, step):
         at = walk.tile(i)
@@ -78,7 +81,7 @@ def consume(
                 plgpu.barrier_arrive(mem.ds_full.at[buffer])
                 plgpu.barrier_wait(mem.ds_full.at[buffer])
                 for c in range(cfg.consumers):
-                    if total.cols == head_dim:
+                    if total.cols == widths[0]:
                         rows = pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
                         mma.multiply(
                             dq_acc, mem.ds_smem.at[buffer, c, :, rows], mem.k_smem.at[unhoisted(c, n)], a_t=True
@@ -100,17 +103,17 @@ def consume(
                     plgpu.barrier_arrive(mem.q_free.at[slot])
                     return dk_new
 
-                dk_new = mma.scoped(rest, wide)
+                dk_new = mma.scoped(rest, dk_shape)
                 return dk_new, mma.result(dv_acc)
 
-            return mma.scoped(gradients, wide, (WGMMA_ROWS, total.cols))
+            return mma.scoped(gradients, dv_shape, (WGMMA_ROWS, total.cols))
 
-        zeros = layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
-        dk, dv = lax.fori_loop(0, at.steps, advance, (zeros, zeros))
-        if key_sum is not None:
+        dk, dv = (layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA) for shape in (dk_shape, dv_shape))
+        dk, dv = lax.fori_loop(0, at.steps, advance, (dk, dv))
+        if key_sums is not None:
             plgpu.barrier_arrive(mem.kv_free)
-            key_sum.add(key_sum.piece(dv_ref, at.batch, at.kv_head, at.col, wg), dv, None)
-            key_sum.add(key_sum.piece(dk_ref, at.batch, at.kv_head, at.col, wg), dk, None)
+            for key_sum, ref, grad in zip(key_sums, grad_refs, (dk, dv), strict=True):
+                key_sum.add(key_sum.piece(ref, at.batch, at.kv_head, at.col, wg), grad, None)
             return step + at.steps
         # The gradients are stored through the memory of K and V; other warpgroups may still be reading K.
         plgpu.barrier_arrive(mem.tile_done)
@@ -119,8 +122,8 @@ def consume(
         k_tile[...] = (dk * scores.scale).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(own_col, WGMMA_ROWS)
-        plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[at.batch, rows, at.kv_head])
-        plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[at.batch, rows, at.kv_head])
+        plgpu.copy_smem_to_gmem(v_tile, operands[1].columns(dv_ref.at[at.batch, rows, at.kv_head]))
+        plgpu.copy_smem_to_gmem(k_tile, operands[0].columns(dk_ref.at[at.batch, rows, at.kv_head]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(mem.kv_free)
         return step + at.steps

@@ -18,13 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
 from ejkernel.kernels.flash_attention.mosaic_bwd_packed import is_cut, query_table, read_entry
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores, with_or_without_rest
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.launch import launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
 
 _HEAD_GROUP = 4  # As in the forward kernel.
@@ -45,11 +46,13 @@ def query_gradient(
     band: Band,
     scale: float,
     soft_cap: float | None,
+    operands: tuple[Operand, Operand],
     cfg: MosaicBwdConfig,
     interpret: Any,
 ) -> jax.Array:
     """Returns dQ; vectors along the queries must be padded to whole tiles, and so must `segments`, but not `ids`."""
-    batch, _, heads, head_dim = q.shape
+    batch, _, heads, _ = q.shape
+    qk, vo = operands
     blocks = SMS // cfg.dq_cluster
     if ids:
         table = query_table(*ids, cfg=cfg, band=band, heads=heads, blocks=blocks)
@@ -58,9 +61,8 @@ def query_gradient(
         group, persistent = cfg.head_group or _HEAD_GROUP, cfg.schedule == "persistent"
         table = tile_table(heads=batch * heads, steps=steps, blocks=blocks, head_group=group, persistent=persistent)
         table = jnp.asarray(table)
-    q_tile = swizzled((cfg.consumers, WGMMA_ROWS, head_dim), q.dtype)
     body = functools.partial(
-        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, mma=MatrixUnit(bool(interpret))
+        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, operands=operands, mma=MatrixUnit(bool(interpret))
     )
     return launch(
         body,
@@ -70,10 +72,10 @@ def query_gradient(
         cluster=cfg.dq_cluster,
         consumers=cfg.consumers,
         scratch={
-            "q_smem": q_tile,
-            "do_smem": q_tile,
-            "k_smem": swizzled((cfg.dq_k_stages, cfg.dq_block_kv, head_dim), k.dtype),
-            "v_smem": swizzled((cfg.dq_v_stages, cfg.dq_block_kv, head_dim), v.dtype),
+            "q_smem": qk.memory(cfg.consumers, WGMMA_ROWS, dtype=q.dtype),
+            "do_smem": vo.memory(cfg.consumers, WGMMA_ROWS, dtype=dout.dtype),
+            "k_smem": qk.memory(cfg.dq_k_stages, cfg.dq_block_kv, dtype=k.dtype),
+            "v_smem": vo.memory(cfg.dq_v_stages, cfg.dq_block_kv, dtype=v.dtype),
             "q_ids": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.int32) if ids else None,
             "kv_ids": plgpu.SMEM((cfg.dq_k_stages, cfg.dq_block_kv), jnp.int32) if ids else None,
             "q_full": plgpu.Barrier(num_barriers=cfg.consumers, num_arrivals=2 if ids else 1),
@@ -103,13 +105,14 @@ def _kernel(
     band: Band,
     scale: float,
     soft_cap: float | None,
+    operands: tuple[Operand, Operand],
     mma: MatrixUnit,
     **scratch: Any,
 ):
     *segment_refs, dq_ref = refs
     mem = types.SimpleNamespace(**scratch)
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
-    heads, head_dim = q_ref.shape[2], q_ref.shape[3]
+    heads, (qk, vo) = q_ref.shape[2], operands
     block_q = cfg.dq_block_q * cfg.dq_cluster
     rows_per_head = -(-band.q_len // block_q)
     block_kv = cfg.dq_block_kv
@@ -146,26 +149,28 @@ def _kernel(
             batch, head, row, start, count, *_ = decode(i)
             kv_head = lax.div(head, jnp.int32(heads // k_ref.shape[2]))
 
-            def load(ref, smem, full, free, slot, n):
+            def load(operand, ref, smem, full, free, slot, n):
                 plgpu.barrier_wait(free.at[slot])
                 rows = pl.ds((start + n) * block_kv, block_kv)
-                shared_load(cfg.dq_cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+                source = operand.columns(ref.at[batch, rows, kv_head])
+                shared_load(cfg.dq_cluster, source, smem.at[slot], full.at[slot])
 
             def load_both(n, _):
                 slot = k_slot(step + n)
-                load(k_ref, mem.k_smem, mem.k_full, mem.k_free, slot, n)
+                load(qk, k_ref, mem.k_smem, mem.k_full, mem.k_free, slot, n)
                 if segment_refs:
                     keys = pl.ds((start + n) * block_kv, block_kv)
                     plgpu.copy_gmem_to_smem(segment_refs[1].at[batch, keys], mem.kv_ids.at[slot], mem.k_full.at[slot])
-                load(v_ref, mem.v_smem, mem.v_full, mem.v_free, v_slot(step + n), n)
+                load(vo, v_ref, mem.v_smem, mem.v_full, mem.v_free, v_slot(step + n), n)
 
             for c in range(cfg.consumers):
                 rows = pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS)
                 plgpu.barrier_wait(mem.q_free.at[c])
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], mem.q_smem.at[c], mem.q_full.at[c])
+                q_rows, do_rows = qk.columns(q_ref.at[batch, rows, head]), vo.columns(do_ref.at[batch, rows, head])
+                plgpu.copy_gmem_to_smem(q_rows, mem.q_smem.at[c], mem.q_full.at[c])
                 if segment_refs:
                     plgpu.copy_gmem_to_smem(segment_refs[0].at[batch, rows], mem.q_ids.at[c], mem.q_full.at[c])
-                plgpu.copy_gmem_to_smem(do_ref.at[batch, rows, head], mem.do_smem.at[c], mem.do_full.at[c])
+                plgpu.copy_gmem_to_smem(do_rows, mem.do_smem.at[c], mem.do_full.at[c])
             lax.fori_loop(0, count, load_both, None)
             return step + count
 
@@ -183,7 +188,7 @@ def _kernel(
             for slot in range(free.shape[0]):
                 plgpu.barrier_arrive(free.at[slot])
         q_tile = mem.q_smem.at[wg]
-        narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim)
+        narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, qk.width)
 
         def tile(scores: Scores, i, step):
             batch, head, row, start, count, clear, clear_end = decode(i)
@@ -229,7 +234,7 @@ def _kernel(
             # The gradient is stored through the memory of Q.
             q_tile[...] = (dq * scale).astype(dq_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[batch, rows, head])
+            plgpu.copy_smem_to_gmem(q_tile, qk.columns(dq_ref.at[batch, rows, head]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(mem.q_free.at[wg])
             return step + count
