@@ -165,7 +165,7 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     shapes = (*shape, dim), (*kv_shape, dim), (*kv_shape, value_dim), (*shape, value_dim)
     q, k, v, dout = (jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
     ids, mask = ids_of(case, seed), mask_of(case, seed)
-    backward = dataclasses.replace(config.default_backward(*case.dims), splits=case.splits)
+    backward = dataclasses.replace(config.default_backward(*case.dims), splits=case.splits) if case.splits else None
     options = {
         "lower": case.lower,
         "upper": case.upper,

@@ -71,10 +71,11 @@ def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
 
 def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
     """The guess, then with other parts of tiles, then the others."""
-    head_dim = inv.args[0].shape[3]
-    guess = config.default_backward(head_dim, full=_is_full(inv))
+    query, _, value, *_ = Attention.of(inv.args, inv.kwargs)
+    dims = query.shape[3], value.shape[3]
+    guess = config.default_backward(*dims, full=_is_full(inv))
     parts = [dataclasses.replace(guess, splits=splits) for splits in (1, 2, 4)]
-    return [guess, *parts, *config.backward_space(head_dim)]
+    return [guess, *parts, *config.backward_space(*dims)]
 
 
 def _is_full(inv: Invocation[Any, Any]) -> bool:
