@@ -14,6 +14,7 @@ from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_segments import segment_spans
 
 Array = jax.Array
+_ROUNDS = 4
 ENTRY = 5  # Numbers of a tile in a table: its own, then start, clear, clear_end and end of what it visits.
 
 
@@ -52,8 +53,9 @@ def _table(spans: Array, heads: int, blocks: int, cfg: MosaicBwdConfig) -> Array
     batch, count, _ = spans.shape
     if cfg.schedule == "grid":
         blocks = batch * heads * count
-    # All heads at once: tiles of one length are few, and dealing smaller groups leaves some blocks with more work.
-    group = cfg.head_group or batch * heads
+    # A few rounds of each group: with more, tiles of a segment are far apart and find its queries in memory; with less,
+    # some blocks have more work than others.
+    group = cfg.head_group or max(_ROUNDS * blocks // count, 1)
     counts, numbers = deal(spans[:, :, 3] - spans[:, :, 0], heads=heads, blocks=blocks, head_group=group)
     places = numbers // (count * heads) * count + numbers % count
     lines = jnp.concatenate([numbers[..., None], spans.reshape(batch * count, -1)[places]], axis=-1)

@@ -16,7 +16,9 @@ import numpy as np
 
 from ejkernel.kernels.flash_attention.mosaic_schedule import as_table, deal
 
-_L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads that are being computed.
+# Tiles of one key head that run at the same time read the same queries, and add to the same dQ, while those are in the
+# L2 cache; the others find them in memory. Measured: a step takes half as long again if no other tile does.
+_ALONE = 0.5
 _ITEM_STEPS = 2.0  # What loading a tile's keys and storing its gradients costs, in steps.
 _PART_STEPS = 1.0  # What adding the gradients of a part up costs more than storing them.
 _SUMS_STEPS = 4.0  # Launching what clears the sums, rounds them and brings them into order.
@@ -31,13 +33,12 @@ _PART_BITS = 4
 class Work:
     """The tiles of one call: `steps[i]` steps for tile `i` of each of `heads` key heads, which share out to `blocks`.
 
-    `head_bytes` is what a key head's queries occupy in the L2 cache, `sum_bytes` the float32 dK and dV of all heads.
+    `sum_bytes` is the size of the float32 dK and dV of all heads.
     """
 
     heads: int
     steps: tuple[int, ...]
     blocks: int
-    head_bytes: int
     sum_bytes: int
 
     def items(self, splits: int, head_group: int) -> list[tuple[int, float]]:
@@ -59,19 +60,21 @@ class Work:
     def time(self, splits: int, head_group: int) -> float:
         """Returns when the last block ends, in steps."""
         sums = _SUMS_STEPS + self.sum_bytes / _SUMS_BYTES_PER_STEP if splits > 1 else 0.0
-        return deal(self.items(splits, head_group), self.blocks)[1] + sums
+        together = min(self.blocks / head_group, len(self.steps))
+        return deal(self.items(splits, head_group), self.blocks)[1] * (1.0 + _ALONE / together) + sums
 
     def least_time(self) -> float:
         """Returns when the last block ends if all are equally busy, and no tile is cut."""
-        return self.heads * (sum(self.steps) + _ITEM_STEPS * len(self.steps)) / self.blocks
+        equal = self.heads * (sum(self.steps) + _ITEM_STEPS * len(self.steps)) / self.blocks
+        return equal * (1.0 + _ALONE / len(self.steps))
 
     def useful_parts(self) -> tuple[int, ...]:
         """Returns the numbers of parts that are worth a try: none but 1 where every block has many tiles."""
         return PARTS[:1] if self.heads * len(self.steps) >= _MANY_TILES * self.blocks else PARTS
 
     def groups(self) -> list[int]:
-        """Returns sizes of groups of heads: what the L2 cache holds, doubled four times, and all heads."""
-        least = max(_L2_BUDGET_BYTES // self.head_bytes, 1)
+        """Returns sizes of groups of heads: the least with a tile for each block, doubled four times, and all heads."""
+        least = max(self.blocks // len(self.steps), 1)
         return [*(least << i for i in range(5) if least << i < self.heads), self.heads]
 
 

@@ -16,7 +16,7 @@ import pytest
 from ejkernel.kernels.flash_attention import config as configs
 from ejkernel.kernels.flash_attention import mosaic_bwd_schedule, mosaic_support
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
-from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
+from ejkernel.kernels.flash_attention.mosaic_schedule import deal, tile_table
 from ejkernel.ops.utils.devices import HOPPER
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -188,7 +188,6 @@ def causal_work(batch, length, heads, kv_heads):
         heads=batch * kv_heads,
         steps=tuple(group * n for n in steps),
         blocks=132,
-        head_bytes=group * length * 128 * 8,
         sum_bytes=batch * kv_heads * length * 128 * 8,
     )
 
@@ -221,7 +220,8 @@ def test_few_long_tiles_of_keys_keep_all_blocks_busy(shape, splits, busy):
     work = causal_work(*shape)
     choice = mosaic_bwd_schedule.plan(work)
     assert choice[0] == splits
-    assert work.heads * sum(work.steps) / work.blocks >= busy * work.time(*choice)
+    _, end = deal(work.items(*choice), work.blocks)
+    assert work.heads * sum(work.steps) / work.blocks >= busy * end
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(None, None), (None, 0), (-100, 0), (-30, 50), (None, -200), (300, None)])
