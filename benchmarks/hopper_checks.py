@@ -172,12 +172,13 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
         "soft_cap": case.soft_cap,
         "q_segment_ids": ids[0],
         "kv_segment_ids": ids[1],
+        "mask": mask,
         "interpret": interpret,
     }
 
     def ours(q, k, v, dout):
-        out, *sums = mosaic.flash_attention_forward(q, k, v, mask=mask, **rules)
-        if forward or mask is not None or mosaic_support.unsupported(q, k, v, backward=True) is not None:
+        out, *sums = mosaic.flash_attention_forward(q, k, v, **options)
+        if forward or mosaic_support.unsupported(q, k, v, backward=True) is not None:
             return (out,)
         return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **options)
 

@@ -23,7 +23,7 @@ Array = jax.Array
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why the Hopper kernels do not support a call; None if they do."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
-    for name in ("bias", "q_positions", "dropout_seed", *(("mask",) if backward else ())):
+    for name in ("bias", "q_positions", "dropout_seed"):
         if getattr(extras, name) is not None:
             return f"this kernel takes no {name}"
     if (reason := _unsupported_mask(extras)) is not None:
@@ -89,7 +89,7 @@ def forward(
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     from ejkernel.kernels.flash_attention.mosaic import flash_attention_forward
 
-    out, *sums = flash_attention_forward(query, key, value, mask=extras.mask, cfg=params, **_rules(extras, rules))
+    out, *sums = flash_attention_forward(query, key, value, cfg=params, **_rules(extras, rules))
     return masks.with_sinks(out, _scaled(masks.LogSum(*sums), 1.0 / _to_base_2(rules)), extras.softmax_aux)
 
 
@@ -145,4 +145,5 @@ def _rules(extras: Extras, rules: Rules) -> dict[str, Any]:
         "soft_cap": rules.soft_cap,
         "q_segment_ids": extras.q_segment_ids,
         "kv_segment_ids": extras.kv_segment_ids,
+        "mask": extras.mask,
     }

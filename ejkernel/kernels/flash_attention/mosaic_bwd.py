@@ -25,7 +25,7 @@ from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, default_bac
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_bwd_memory import scratch
 from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand, operands
-from ejkernel.kernels.flash_attention.mosaic_bwd_packed import key_table, packed_splits
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts, facts_of, key_table, packed_splits
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
 from ejkernel.kernels.flash_attention.mosaic_bwd_schedule import Work, item_table, plan
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
@@ -55,6 +55,7 @@ def flash_attention_backward(
     soft_cap: float | None = None,
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
     cfg: MosaicBwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -79,16 +80,11 @@ def flash_attention_backward(
         blocks=SMS // cfg.cluster,
         sum_bytes=batch * kv_heads * kv_len * (head_dim + value_dim) * 4,
     )
-    ids: tuple[jax.Array, ...] = ()
-    segments: tuple[jax.Array, ...] = ()
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        ids = q_segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32)
-        segments = (
-            padded(ids[0], whole, -1),
-            padded(ids[1], math.lcm(cfg.block_kv * cfg.cluster, cfg.dq_block_kv), -2),
-        )
+    facts = facts_of(q_segment_ids, kv_segment_ids, mask, cfg, batch=batch, band=band)
+    if facts.known:
         splits = packed_splits(cfg, tiles=work.heads * len(work.steps), group=group, blocks=work.blocks)
-        table = key_table(*ids, cfg=cfg, band=band, kv_heads=kv_heads, blocks=work.blocks, splits=splits)
+        places = {"batch": batch, "kv_heads": kv_heads, "blocks": work.blocks, "splits": splits}
+        table = key_table(facts, cfg=cfg, band=band, **places)
     else:
         splits, head_group = plan(work, cfg.splits, cfg.head_group)
         table = jnp.asarray(item_table(work, splits, head_group, persistent=cfg.schedule == "persistent"))
@@ -124,12 +120,12 @@ def flash_attention_backward(
     )
     outs = launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, table, *segments, *in_place),
+        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.key_words, *in_place),
         out_type=() if key_sums else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         blocks=table.shape[0],
         cluster=cfg.cluster,
         consumers=cfg.consumers,
-        scratch=scratch(cfg, (qk, vo), q.dtype, dq_sum, packed=bool(ids)),
+        scratch=scratch(cfg, (qk, vo), q.dtype, dq_sum, ids=bool(facts.ids)),
         interpret=interpret,
     )
     if key_sums is not None:
@@ -139,7 +135,7 @@ def flash_attention_backward(
         dq = dq_sum.finish(in_place[0][...], factor, q.dtype)
     else:
         rules = {"band": band, "scale": factor, "soft_cap": soft_cap, "operands": (qk, vo)}
-        dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, ids, segments, **rules, cfg=cfg, interpret=interpret)
+        dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, facts, **rules, cfg=cfg, interpret=interpret)
     dq, dk, dv = (x[:, : shape[1], :, : shape[3]] for x, shape in zip((dq, *outs), shapes, strict=True))
     return dq, dk, dv
 
@@ -160,6 +156,8 @@ def _kernel(
     rest_ref,
     lost_ref,
     table_ref,
+    segment_refs,
+    words_ref,
     *refs: Any,
     cfg: MosaicBwdConfig,
     band: Band,
@@ -174,10 +172,10 @@ def _kernel(
     **memory: Any,
 ):
     *others, dk_ref, dv_ref = refs
-    segment_refs, (qk, vo) = others if dq_sum is None else others[:-1], operands
+    (qk, vo), facts = operands, Facts(whole_ids=segment_refs, ids=segment_refs, key_words=words_ref)
     mem = types.SimpleNamespace(**memory)
     wg = lax.axis_index("warpgroup")
-    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group, splits, bool(segment_refs))
+    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group, splits, facts.known)
 
     @pl.when(wg == cfg.consumers)
     def _produce():
@@ -237,11 +235,13 @@ def _kernel(
 
         def consume(scores: Scores):
             if cfg.split == "columns":
-                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, grads, key_sums, segment_refs)
+                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, grads, key_sums, facts)
             elif cfg.split == "gradients":
-                mosaic_bwd_gradients.consume(walk, scores, mma, cfg, mem, grads, operands, key_sums, segment_refs)
+                mosaic_bwd_gradients.consume(walk, scores, mma, cfg, mem, grads, operands, key_sums, facts)
             elif dq_sum is not None:
-                mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, grads, operands, dq_sum, others[-1], key_sums)
+                mosaic_bwd_keys.consume(
+                    walk, scores, mma, cfg, mem, grads, operands, dq_sum, others[-1], key_sums, facts
+                )
 
         with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

@@ -13,7 +13,7 @@ memory as with 128, and that alone took longer than two more products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
-from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores
+from ejkernel.kernels.flash_attention.mosaic_scores import Scores, facts_hide
 from ejkernel.kernels.flash_attention.mosaic_store import store_columns
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
@@ -39,7 +40,7 @@ def consume(
     mem: Any,
     grad_refs: tuple[Any, Any],
     key_sums: tuple[GradientSum, GradientSum] | None,
-    segments: Sequence[Any],
+    facts: Facts,
 ) -> None:
     wg = lax.axis_index("warpgroup")
     (dk_ref, dv_ref), dtype = grad_refs, mem.k_smem.dtype
@@ -66,11 +67,7 @@ def consume(
             head, row = at.place(n)
             cut = at.cut(row)
             row = row + wg * queries
-            ids = None
-            if segments:
-                # From global memory: there is no room for them.
-                q_ids, kv_ids = (ref.at[at.batch] for ref in segments)
-                ids = Ids(q_ids.at[pl.ds(row, queries)], kv_ids.at[pl.ds(at.col, WGMMA_ROWS)], cut, optimized=False)
+            hides = facts_hide(facts, cut, at.batch, at.col, row, (WGMMA_ROWS, queries))
             plgpu.barrier_wait(mem.q_full.at[slot])
             k_tile, v_tile = mem.k_smem.at[unhoisted(0, n)], mem.v_smem.at[unhoisted(0, n)]
 
@@ -80,7 +77,7 @@ def consume(
                 mma.multiply(dp_acc, v_tile, mem.do_smem.at[slot, own_queries], b_t=True)
                 held = meanwhile()
                 s = mma.result(s_acc, in_flight=1)
-                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.col, row, ids)
+                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.col, row, hides)
                 # Waiting here also keeps ptxas (CUDA 13.0) from moving the wait for the product up, over the
                 # exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])

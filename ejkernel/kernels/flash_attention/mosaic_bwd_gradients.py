@@ -13,7 +13,7 @@ dQ has a separate kernel (`mosaic_bwd_queries.py`), for the reason given in `mos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel._compat import load_with_layout
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
-from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores
+from ejkernel.kernels.flash_attention.mosaic_scores import Scores, facts_hide
 from ejkernel.kernels.flash_attention.mosaic_walk import Tile, Walk
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
@@ -58,7 +59,7 @@ def consume(
     grad_refs: tuple[Any, Any],
     operands: tuple[Operand, Operand],
     key_sums: tuple[GradientSum, GradientSum] | None,
-    segments: Sequence[Any],
+    facts: Facts,
 ) -> None:
     wg = lax.axis_index("warpgroup")
     dtype = mem.k_smem.dtype
@@ -68,13 +69,8 @@ def consume(
         """Returns the weights of a step, after giving them to the other warpgroup."""
         buffer = lax.rem(step + n, jnp.int32(2))
         head, row = at.place(n)
-        ids = None
-        if segments:
-            # From global memory: there is no room for them at head dim 256.
-            q_ids, kv_ids = (ref.at[at.batch] for ref in segments)
-            q_ids, kv_ids = q_ids.at[pl.ds(row, cfg.block_q)], kv_ids.at[pl.ds(at.col, WGMMA_ROWS)]
-            ids = Ids(q_ids, kv_ids, at.cut(row), optimized=False)
-        p, t = scores.weights(s, lse, at.col, row, ids)
+        hides = facts_hide(facts, at.cut(row), at.batch, at.col, row, shape)
+        p, t = scores.weights(s, lse, at.col, row, hides)
         p = scores.restored(p, at.batch, head, row)
         plgpu.barrier_wait(mem.ds_free.at[buffer])
         # The cap's derivative goes along: the gradient of the scores is the product of all three.

@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts
 from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
-from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores
+from ejkernel.kernels.flash_attention.mosaic_scores import Hides, Scores, load_words
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
@@ -33,6 +34,7 @@ def consume(
     total: GradientSum,
     dq_ref: Any,
     key_sums: tuple[GradientSum, GradientSum] | None,
+    facts: Facts,
 ) -> None:
     wg = lax.axis_index("warpgroup")
     (dk_ref, dv_ref), dtype = grad_refs, mem.k_smem.dtype
@@ -56,7 +58,11 @@ def consume(
             q_tile, do_tile = mem.q_smem.at[slot], mem.do_smem.at[slot]
             k_tile, v_tile = mem.k_smem.at[unhoisted(wg, n)], mem.v_smem.at[unhoisted(wg, n)]
             plgpu.barrier_wait(mem.q_full.at[slot])
-            ids = None if mem.q_ids is None else Ids(mem.q_ids.at[slot], mem.kv_ids.at[wg], at.cut(row))
+            hides = None
+            if facts.known:
+                ids = () if mem.q_ids is None else (mem.q_ids.at[slot], mem.kv_ids.at[wg])
+                words = load_words(facts.key_words, at.batch, row, own_col, scores_shape)
+                hides = Hides(at.cut(row), *ids, words=words)
 
             # Accumulators are opened as late as possible: each holds its registers from there on.
             def weights(s_acc, dp_acc):
@@ -65,7 +71,7 @@ def consume(
                 plgpu.barrier_wait(mem.do_full.at[slot])
                 mma.multiply(dp_acc, v_tile, do_tile, b_t=True)
                 s = mma.result(s_acc, in_flight=1)
-                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot]), own_col, row, ids)
+                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot]), own_col, row, hides)
                 dp = mma.result(dp_acc)
                 p = scores.restored(p, at.batch, head, row)
                 ds = scores.gradient(p, t, dp, scores.of_queries(mem.delta_smem.at[slot]))

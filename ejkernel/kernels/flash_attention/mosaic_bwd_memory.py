@@ -15,11 +15,11 @@ from ejkernel.kernels.hopper.cluster import shared_barrier
 
 
 def scratch(
-    cfg: MosaicBwdConfig, operands: tuple[Operand, Operand], dtype: Any, dq_sum: GradientSum | None, *, packed: bool
+    cfg: MosaicBwdConfig, operands: tuple[Operand, Operand], dtype: Any, dq_sum: GradientSum | None, *, ids: bool
 ) -> dict[str, Any]:
-    """Returns what a block needs; `packed` if there are ids of segments."""
+    """Returns what a block needs; `ids` if there are any, of segments."""
     (qk, vo), parts = operands, cfg.block_kv // WGMMA_ROWS
-    ids = packed and cfg.split == "keys"
+    ids = ids and cfg.split == "keys"
     row = (cfg.stages, cfg.block_q)
     # One warpgroup has the gradient of the scores for all, or one of the two the weights for the other.
     writers = 1 if cfg.split == "gradients" else cfg.consumers

@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
 from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
-from ejkernel.kernels.flash_attention.mosaic_bwd_packed import is_cut, query_table, read_entry
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts, is_cut, query_table, read_entry
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_scores import Ids, Scores, with_or_without_rest
+from ejkernel.kernels.flash_attention.mosaic_scores import Hides, Scores, load_words, with_or_without_rest
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
 from ejkernel.kernels.hopper.launch import launch
@@ -40,8 +40,7 @@ def query_gradient(
     delta: jax.Array,
     rest: jax.Array,
     lost: jax.Array,
-    ids: tuple[jax.Array, ...],
-    segments: tuple[jax.Array, ...],
+    facts: Facts,
     *,
     band: Band,
     scale: float,
@@ -50,12 +49,13 @@ def query_gradient(
     cfg: MosaicBwdConfig,
     interpret: Any,
 ) -> jax.Array:
-    """Returns dQ; vectors along the queries must be padded to whole tiles, and so must `segments`, but not `ids`."""
+    """Returns dQ; vectors along the queries must be padded to whole tiles, as `facts.whole_ids` are."""
     batch, _, heads, _ = q.shape
     qk, vo = operands
     blocks = SMS // cfg.dq_cluster
-    if ids:
-        table = query_table(*ids, cfg=cfg, band=band, heads=heads, blocks=blocks)
+    ids = bool(facts.ids)
+    if facts.known:
+        table = query_table(facts, cfg=cfg, band=band, batch=batch, heads=heads, blocks=blocks)
     else:
         steps = band.steps(cfg.dq_block_q * cfg.dq_cluster, cfg.dq_block_kv)
         group, persistent = cfg.head_group or _HEAD_GROUP, cfg.schedule == "persistent"
@@ -66,7 +66,7 @@ def query_gradient(
     )
     return launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, table, *segments),
+        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.query_words),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         blocks=table.shape[0],
         cluster=cfg.dq_cluster,
@@ -100,7 +100,9 @@ def _kernel(
     rest_ref,
     lost_ref,
     table_ref,
-    *refs: Any,
+    segment_refs,
+    words_ref,
+    dq_ref,
     cfg: MosaicBwdConfig,
     band: Band,
     scale: float,
@@ -109,7 +111,7 @@ def _kernel(
     mma: MatrixUnit,
     **scratch: Any,
 ):
-    *segment_refs, dq_ref = refs
+    packed = bool(segment_refs) or words_ref is not None
     mem = types.SimpleNamespace(**scratch)
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
     heads, (qk, vo) = q_ref.shape[2], operands
@@ -123,7 +125,7 @@ def _kernel(
         For packed sequences also the first key block that all its queries see, and the one after the last.
         """
         start = end = clear = clear_end = None
-        if segment_refs:
+        if packed:
             tile, start, clear, clear_end, end = read_entry(table_ref, block, i)
         else:
             tile = table_ref[block, i + 1]
@@ -202,9 +204,11 @@ def _kernel(
             def advance(n, dq):
                 k, v = k_slot(step + n), v_slot(step + n)
                 q_tile, do_tile = mem.q_smem.at[unhoisted(wg, n)], mem.do_smem.at[unhoisted(wg, n)]
-                ids = None
-                if segment_refs:
-                    ids = Ids(mem.q_ids.at[wg], mem.kv_ids.at[k], is_cut(start + n, clear, clear_end))
+                hides = None
+                if packed:
+                    ids = (mem.q_ids.at[wg], mem.kv_ids.at[k]) if segment_refs else ()
+                    words = load_words(words_ref, batch, (start + n) * block_kv, row, narrow)
+                    hides = Hides(is_cut(start + n, clear, clear_end), *ids, words=words)
                 plgpu.barrier_wait(mem.k_full.at[k])
 
                 def gradient(s_acc, dp_acc):
@@ -212,7 +216,7 @@ def _kernel(
                     plgpu.barrier_wait(mem.v_full.at[v])
                     mma.multiply(dp_acc, do_tile, mem.v_smem.at[v], b_t=True)
                     s = mma.result(s_acc, in_flight=1)
-                    p, t = scores.weights(s, lse, (start + n) * block_kv, row, ids)
+                    p, t = scores.weights(s, lse, (start + n) * block_kv, row, hides)
                     dp = mma.result(dp_acc)
                     plgpu.barrier_arrive(mem.v_free.at[v])
                     p = scores.restored(p, batch, head, row)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.hopper.cluster import cluster_options
@@ -26,7 +25,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def launch(
     body: Callable[..., None],
-    *arrays: jax.Array,
+    *arrays: Any,
     out_type: Any,
     blocks: int,
     cluster: int,
@@ -34,7 +33,10 @@ def launch(
     scratch: Mapping[str, Any],
     interpret: Any,
 ) -> Any:
-    """Runs `body` in `blocks` blocks of `consumers` warpgroups and a producer, and returns what it wrote."""
+    """Runs `body` in `blocks` blocks of `consumers` warpgroups and a producer, and returns what it wrote.
+
+    `arrays` may be trees of them, None among them.
+    """
     return plgpu.kernel(
         body,
         out_type=out_type,

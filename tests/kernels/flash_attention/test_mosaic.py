@@ -25,7 +25,7 @@ RECENT = jax.__version_info__ >= (0, 11)
 
 # Query length, key length, key heads, dim (or that of keys and of values), lower, upper, soft cap, segments (or id and
 # length of each), what queries are moved by (keys by minus), the logit of every seventh query and all keys. Fields of
-# the backward config may come last.
+# the backward config may come last, and the shape of a random mask.
 INTERPRETED = {
     "causal": (256, 256, 1, 64, None, 0, None, False),
     "full, grouped heads": (128, 256, 1, 128, None, None, None, False),
@@ -50,6 +50,9 @@ INTERPRETED = {
         [(0, 70), (2, 60)],
         {"splits": 2},
     ),
+    "mask": (130, 200, 1, 128, None, None, None, False, {"mask": (1, 1, 130, 200)}),
+    "mask of all queries": (70, 140, 1, 64, None, 0, None, False, {"mask": (1, 1, 1, 140)}),
+    "mask and segments, head dim 256": (72, 72, 2, 256, None, 0, None, True, {"mask": (1, 1, 72, 72)}),
     "segments that come back": (320, 320, 1, 64, None, 0, None, [(3, 90), (0, 38), (3, 100), (7, 92)]),
     "window in segments, in parts": (264, 264, 1, 128, -60, 0, None, [(0, 130), (4, 100), (5, 34)], {"splits": 2}),
     "window in segments, head dim 256": (264, 264, 1, 256, -60, 9, None, [(0, 130), (4, 100), (5, 34)]),
@@ -65,7 +68,7 @@ from ejkernel.kernels.flash_attention import config, mosaic, mosaic_bwd
 
 mosaic.SMS, mosaic_bwd.SMS = 4, 1  # dQ is summed without atomics in the interpreter: one block at a time.
 
-def reference(q, k, v, lower, upper, cap, ids):
+def reference(q, k, v, lower, upper, cap, ids, mask):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     s = s if cap is None else cap * jnp.tanh(s / cap)
@@ -74,10 +77,11 @@ def reference(q, k, v, lower, upper, cap, ids):
     seen = seen if lower is None else seen & (distance >= lower)
     seen = seen if upper is None else seen & (distance <= upper)
     seen = seen[None, None] & (True if ids is None else ids[:, None, :, None] == ids[:, None, None, :])
+    seen = seen if mask is None else seen & mask
     p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0, far=0.0, bwd=None):
+def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0, far=0.0, bwd=None, mask=None):
     dim, value_dim = dim if isinstance(dim, list) else (dim, dim)
     keys = jax.random.split(jax.random.key(q_len + kv_len + dim), 4)
     shapes = [(q_len, 2, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, value_dim), (q_len, 2, value_dim)]
@@ -91,12 +95,16 @@ def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0,
     if isinstance(segments, list):
         ids = jnp.repeat(*map(jnp.asarray, zip(*segments)), total_repeat_length=q_len)[None]
     options = dict(lower=lower, upper=upper, soft_cap=cap, q_segment_ids=ids, kv_segment_ids=ids)
+    if mask is not None:
+        mask = jax.random.bernoulli(keys[0], 0.7, mask).at[..., -40:].set(False)
+    options["mask"] = mask
     options["interpret"] = plgpu.InterpretGPUParams()
     forward = config.MosaicFwdConfig(consumers=2, block_kv=64, share_qo=dim == 256, cluster=2 if cap else 1)
     out, *sums = mosaic.flash_attention_forward(q, k, v, cfg=forward, **options)
     backward = dataclasses.replace(config.default_backward(dim, value_dim), **bwd or {})
     grads = mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **options)
-    want, pull = jax.vjp(lambda *x: reference(*x, lower, upper, cap, ids), *(x.astype(jnp.float32) for x in (q, k, v)))
+    exact = lambda *x: reference(*x, lower, upper, cap, ids, mask)
+    want, pull = jax.vjp(exact, *(x.astype(jnp.float32) for x in (q, k, v)))
     wants = [want, *pull(dout.astype(jnp.float32))]
     if far:  # A gradient that is the small difference of huge numbers.
         grads, wants[1] = (grads[0].at[..., 0].set(0), *grads[1:]), wants[1].at[..., 0].set(0)
@@ -104,8 +112,8 @@ def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0,
     return [float(norm(a - b) / norm(b)) for a, b in zip((out, *grads), wants, strict=True)]
 
 case = json.loads(sys.argv[1])
-bwd = case.pop() if isinstance(case[-1], dict) else None
-print(json.dumps(errors(*case, bwd=bwd)))
+bwd = case.pop() if isinstance(case[-1], dict) else {}
+print(json.dumps(errors(*case, mask=bwd.pop("mask", None), bwd=bwd)))
 """
 
 
