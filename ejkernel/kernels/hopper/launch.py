@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.hopper.cluster import cluster_options
@@ -37,8 +39,9 @@ def launch(
 
     `arrays` may be trees of them, None among them.
     """
+    leaves, tree = jax.tree.flatten(arrays)
     return plgpu.kernel(
-        body,
+        functools.partial(_call, body, tree),
         out_type=out_type,
         grid=(blocks,),
         grid_names=("block",),
@@ -53,4 +56,10 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-    )(*arrays)
+    )(*leaves)
+
+
+def _call(body: Callable[..., None], tree: Any, *refs: Any, **scratch: Any) -> None:
+    """Calls `body` with the references to the arrays as they were given, then with the others."""
+    count = tree.num_leaves
+    body(*jax.tree.unflatten(tree, refs[:count]), *refs[count:], **scratch)
