@@ -52,9 +52,7 @@ REFUSES = {
         "wide value dim 64", "wide lower right", "wide window, both sides", "wide soft cap", "wide segments",
         "wide sinks", "wide dropout", "wide bias", "wide float32",
     },
-    "mosaic": {
-        "wide head dim 80", "wide value dim 64", "wide odd lengths", "wide dropout", "wide bias", "wide float32",
-    },
+    "mosaic": {"wide dropout", "wide bias", "wide float32"},
 }  # fmt: skip
 """Names of cases that an implementation does not serve, forward or backward; all others it must."""
 
