@@ -181,6 +181,7 @@ class MosaicBwdConfig:
         `gradients`.
       block_q: Queries in one step: 64, or 64 per consumer.
       stages: Tiles of Q and dO in flight.
+      kv_stages: Tiles of keys in flight; two load the next one while this one is finished, which short tiles need.
       schedule: As in the forward config.
       head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache and
         by how busy that keeps all blocks.
@@ -210,6 +211,7 @@ class MosaicBwdConfig:
     schedule: Schedule = "persistent"
     head_group: int = 0
     splits: int = 0
+    kv_stages: int = 1
 
     @property
     def dq_block_q(self) -> int:
@@ -236,7 +238,7 @@ class MosaicBwdConfig:
         """Shared memory of one block: K and V, the rings of Q and dO, two tiles of dS (and P), dQ, the row vectors."""
         width = key_width(head_dim, self)
         both = width + whole_columns(head_dim if value_dim is None else value_dim)
-        keys = self.block_kv * both * 2
+        keys = self.kv_stages * self.block_kv * both * 2
         rings = self.stages * self.block_q * both * 2
         scores = (2 if self.split == "keys" else 4) * self.block_kv * self.block_q * 2
         dq = self.block_q * width * 4 if self.dq == "bulk" else 0
@@ -281,6 +283,8 @@ class MosaicBwdConfig:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
+        if self.kv_stages not in ((1, 2) if self.split == "keys" else (1,)):
+            return f"kv_stages must be 1, or 2 with a split by keys, got {self.kv_stages}"
         if not 0 <= self.splits <= MAX_SPLITS:
             return f"splits must be 0 to {MAX_SPLITS}, got {self.splits}"
         dims = head_dim, value_dim

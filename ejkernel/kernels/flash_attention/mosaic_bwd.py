@@ -182,17 +182,17 @@ def _kernel(
         plgpu.set_max_registers(cfg.producer_registers, action="decrease")
 
         def tile(i, step):
-            at = walk.tile(i)
-            plgpu.barrier_wait(mem.kv_free)
-            for part in range(cfg.block_kv // WGMMA_ROWS):
-                rows = pl.ds(at.col + part * WGMMA_ROWS, WGMMA_ROWS)
+            at, keys = walk.tile(i), walk.keys(i)
+            plgpu.barrier_wait(mem.kv_free.at[keys])
+            parts = cfg.block_kv // WGMMA_ROWS
+            for part in range(parts):
+                rows, place = pl.ds(at.col + part * WGMMA_ROWS, WGMMA_ROWS), keys * parts + part
                 k_rows, v_rows = (ref.at[at.batch, rows, at.kv_head] for ref in (k_ref, v_ref))
-                plgpu.copy_gmem_to_smem(qk.columns(k_rows), mem.k_smem.at[part], mem.k_full.at[part])
-                plgpu.copy_gmem_to_smem(vo.columns(v_rows), mem.v_smem.at[part], mem.v_full.at[part])
+                plgpu.copy_gmem_to_smem(qk.columns(k_rows), mem.k_smem.at[place], mem.k_full.at[place])
+                plgpu.copy_gmem_to_smem(vo.columns(v_rows), mem.v_smem.at[place], mem.v_full.at[place])
                 if mem.kv_ids is not None:
-                    plgpu.copy_gmem_to_smem(
-                        segment_refs[1].at[at.batch, rows], mem.kv_ids.at[part], mem.k_full.at[part]
-                    )
+                    ids = segment_refs[1].at[at.batch, rows]
+                    plgpu.copy_gmem_to_smem(ids, mem.kv_ids.at[place], mem.k_full.at[place])
 
             def load(n, _):
                 slot = walk.slot(step + n)
@@ -215,7 +215,8 @@ def _kernel(
 
         lax.fori_loop(0, walk.tiles, tile, jnp.int32(0))
         # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
-        plgpu.barrier_wait(mem.kv_free)
+        for keys in range(cfg.kv_stages):
+            plgpu.barrier_wait(mem.kv_free.at[keys])
         for slot in range(cfg.stages):
             plgpu.barrier_wait(mem.q_free.at[slot])
             plgpu.barrier_wait(mem.do_free.at[slot])
@@ -224,7 +225,8 @@ def _kernel(
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
         # Every buffer starts free.
-        plgpu.barrier_arrive(mem.kv_free)
+        for keys in range(cfg.kv_stages):
+            plgpu.barrier_arrive(mem.kv_free.at[keys])
         for slot in range(cfg.stages):
             plgpu.barrier_arrive(mem.q_free.at[slot])
             plgpu.barrier_arrive(mem.do_free.at[slot])

@@ -123,7 +123,7 @@ def consume(
         carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
         dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
         if key_sums is not None:
-            plgpu.barrier_arrive(mem.kv_free)
+            plgpu.barrier_arrive(mem.kv_free.at[0])
             for key_sum, ref, grad in zip(key_sums, grad_refs, (dk, dv), strict=True):
                 key_sum.add(key_sum.piece(ref, at.batch, at.kv_head, at.col, wg), grad, None)
             return step + at.steps
@@ -137,7 +137,7 @@ def consume(
         pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[at.batch, rows, at.kv_head]))
         pl.when(wg == 1)(lambda: plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[at.batch, rows, at.kv_head]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(mem.kv_free)
+        plgpu.barrier_arrive(mem.kv_free.at[0])
         return step + at.steps
 
     for buffer in range(2):

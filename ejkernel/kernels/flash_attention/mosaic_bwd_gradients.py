@@ -140,7 +140,7 @@ def consume(
             plgpu.barrier_wait(own_full.at[0])
             total = steps(at, step, side, lambda n, *values: left(at, n, step, *values), operand.width)
             if key_sums is not None:
-                plgpu.barrier_arrive(mem.kv_free)
+                plgpu.barrier_arrive(mem.kv_free.at[0])
                 key_sum = key_sums[number]
                 key_sum.add(key_sum.piece(ref, at.batch, at.kv_head, at.col, 0), total, None)
                 return step + at.steps
@@ -151,7 +151,7 @@ def consume(
             rows = pl.ds(at.col, WGMMA_ROWS)
             plgpu.copy_smem_to_gmem(smem, operand.columns(ref.at[at.batch, rows, at.kv_head]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(mem.kv_free)
+            plgpu.barrier_arrive(mem.kv_free.at[0])
             return step + at.steps
 
         lax.fori_loop(0, walk.tiles, tile, jnp.int32(0))

@@ -39,28 +39,30 @@ def consume(
     wg = lax.axis_index("warpgroup")
     (dk_ref, dv_ref), dtype = grad_refs, mem.k_smem.dtype
     widths = [operand.width for operand in operands]
-    k_tile, v_tile = mem.k_smem.at[wg], mem.v_smem.at[wg]
     scores_shape = (WGMMA_ROWS, cfg.block_q)
     dk_shape, dv_shape = ((WGMMA_ROWS, width) for width in widths)
 
     def tile(i, step):
         at = walk.tile(i)
         own_col = at.col + wg * WGMMA_ROWS
+        keys = walk.keys(i)
+        first = keys * cfg.consumers
+        own = first + wg
         # Every warpgroup reads all keys for dQ.
         for c in range(cfg.consumers):
-            plgpu.barrier_wait(mem.k_full.at[c])
-            plgpu.barrier_wait(mem.v_full.at[c])
+            plgpu.barrier_wait(mem.k_full.at[first + c])
+            plgpu.barrier_wait(mem.v_full.at[first + c])
 
         def advance(n, carry):
             dk, dv = carry
             slot, buffer = walk.slot(step + n), lax.rem(step + n, jnp.int32(2))
             head, row = at.place(n)
             q_tile, do_tile = mem.q_smem.at[slot], mem.do_smem.at[slot]
-            k_tile, v_tile = mem.k_smem.at[unhoisted(wg, n)], mem.v_smem.at[unhoisted(wg, n)]
+            k_tile, v_tile = mem.k_smem.at[unhoisted(own, n)], mem.v_smem.at[unhoisted(own, n)]
             plgpu.barrier_wait(mem.q_full.at[slot])
             hides = None
             if facts.known:
-                ids = () if mem.q_ids is None else (mem.q_ids.at[slot], mem.kv_ids.at[wg])
+                ids = () if mem.q_ids is None else (mem.q_ids.at[slot], mem.kv_ids.at[own])
                 words = load_words(facts.key_words, at.batch, row, own_col, scores_shape)
                 hides = Hides(at.cut(row), *ids, words=words)
 
@@ -90,12 +92,12 @@ def consume(
                     if total.cols == widths[0]:
                         rows = pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
                         mma.multiply(
-                            dq_acc, mem.ds_smem.at[buffer, c, :, rows], mem.k_smem.at[unhoisted(c, n)], a_t=True
+                            dq_acc, mem.ds_smem.at[buffer, c, :, rows], mem.k_smem.at[unhoisted(first + c, n)], a_t=True
                         )
                     else:
                         cols = pl.ds(wg * total.cols, total.cols)
                         mma.multiply(
-                            dq_acc, mem.ds_smem.at[buffer, c], mem.k_smem.at[unhoisted(c, n), :, cols], a_t=True
+                            dq_acc, mem.ds_smem.at[buffer, c], mem.k_smem.at[unhoisted(first + c, n), :, cols], a_t=True
                         )
 
                 def rest(dk_acc):
@@ -117,11 +119,12 @@ def consume(
         dk, dv = (layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA) for shape in (dk_shape, dv_shape))
         dk, dv = lax.fori_loop(0, at.steps, advance, (dk, dv))
         if key_sums is not None:
-            plgpu.barrier_arrive(mem.kv_free)
+            plgpu.barrier_arrive(mem.kv_free.at[keys])
             for key_sum, ref, grad in zip(key_sums, grad_refs, (dk, dv), strict=True):
                 key_sum.add(key_sum.piece(ref, at.batch, at.kv_head, at.col, wg), grad, None)
             return step + at.steps
         # The gradients are stored through the memory of K and V; other warpgroups may still be reading K.
+        k_tile, v_tile = mem.k_smem.at[own], mem.v_smem.at[own]
         plgpu.barrier_arrive(mem.tile_done)
         v_tile[...] = dv.astype(dtype)
         plgpu.barrier_wait(mem.tile_done)
@@ -131,7 +134,7 @@ def consume(
         plgpu.copy_smem_to_gmem(v_tile, operands[1].columns(dv_ref.at[at.batch, rows, at.kv_head]))
         plgpu.copy_smem_to_gmem(k_tile, operands[0].columns(dk_ref.at[at.batch, rows, at.kv_head]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(mem.kv_free)
+        plgpu.barrier_arrive(mem.kv_free.at[keys])
         return step + at.steps
 
     lax.fori_loop(0, walk.tiles, tile, jnp.int32(0))

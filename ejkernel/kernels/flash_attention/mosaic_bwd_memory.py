@@ -19,13 +19,14 @@ def scratch(
 ) -> dict[str, Any]:
     """Returns what a block needs; `ids` if there are any, of segments."""
     (qk, vo), parts = operands, cfg.block_kv // WGMMA_ROWS
+    keys = cfg.kv_stages * parts
     ids = ids and cfg.split == "keys"
     row = (cfg.stages, cfg.block_q)
     # One warpgroup has the gradient of the scores for all, or one of the two the weights for the other.
     writers = 1 if cfg.split == "gradients" else cfg.consumers
     return {
-        "k_smem": qk.memory(parts, WGMMA_ROWS, dtype=dtype),
-        "v_smem": vo.memory(parts, WGMMA_ROWS, dtype=dtype),
+        "k_smem": qk.memory(keys, WGMMA_ROWS, dtype=dtype),
+        "v_smem": vo.memory(keys, WGMMA_ROWS, dtype=dtype),
         "q_smem": qk.memory(*row, dtype=dtype),
         "do_smem": vo.memory(*row, dtype=dtype),
         "p_smem": _weights(cfg, vo, dtype),
@@ -34,10 +35,10 @@ def scratch(
         "lse_smem": plgpu.SMEM(row, jnp.float32),
         "delta_smem": plgpu.SMEM(row, jnp.float32),
         "q_ids": plgpu.SMEM(row, jnp.int32) if ids else None,
-        "kv_ids": plgpu.SMEM((parts, WGMMA_ROWS), jnp.int32) if ids else None,
-        "k_full": plgpu.Barrier(num_barriers=parts, num_arrivals=2 if ids else 1),
-        "v_full": plgpu.Barrier(num_barriers=parts),
-        "kv_free": plgpu.Barrier(num_arrivals=cfg.consumers),
+        "kv_ids": plgpu.SMEM((keys, WGMMA_ROWS), jnp.int32) if ids else None,
+        "k_full": plgpu.Barrier(num_barriers=keys, num_arrivals=2 if ids else 1),
+        "v_full": plgpu.Barrier(num_barriers=keys),
+        "kv_free": plgpu.Barrier(num_barriers=cfg.kv_stages, num_arrivals=cfg.consumers),
         "q_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=3 if ids else 2),
         "do_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
         "q_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),

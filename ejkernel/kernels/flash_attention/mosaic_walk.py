@@ -99,6 +99,10 @@ class Walk:
             clear_end=clear_end,
         )
 
+    def keys(self, i: Any) -> Any:
+        """Returns which of the `kv_stages` places holds the keys of tile `i`."""
+        return lax.rem(i, jnp.int32(self.cfg.kv_stages)) if self.cfg.kv_stages > 1 else 0
+
     def slot(self, step: Any) -> Any:
         """Returns which of the `stages` slots holds the queries of `step`."""
         return lax.rem(step, jnp.int32(self.cfg.stages))
