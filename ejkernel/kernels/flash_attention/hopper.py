@@ -70,12 +70,14 @@ def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
-    """The guess, then with other parts of tiles, then the others."""
-    query, _, value, *_ = Attention.of(inv.args, inv.kwargs)
+    """The guess, then with other parts of tiles, or two tiles of keys in flight, then the others."""
+    query, _, value, extras, _ = Attention.of(inv.args, inv.kwargs)
     dims = query.shape[3], value.shape[3]
     guess = config.default_backward(*dims, full=_is_full(inv))
-    parts = [dataclasses.replace(guess, splits=splits) for splits in (1, 2, 4)]
-    return [guess, *parts, *config.backward_space(*dims)]
+    near = [dataclasses.replace(guess, splits=splits) for splits in (1, 2, 4)]
+    if extras.q_segment_ids is None and extras.mask is None:  # Their ids need what is left of the memory.
+        near.append(dataclasses.replace(guess, kv_stages=2))
+    return [guess, *(cfg for cfg in near if cfg.unfit(*dims) is None), *config.backward_space(*dims)]
 
 
 def _is_full(inv: Invocation[Any, Any]) -> bool:

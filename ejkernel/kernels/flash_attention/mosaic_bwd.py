@@ -78,6 +78,7 @@ def flash_attention_backward(
         heads=batch * kv_heads,
         steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv * cfg.cluster)),
         blocks=SMS // cfg.cluster,
+        head_bytes=group * q_len * (head_dim + value_dim) * (q.dtype.itemsize + 2),
         sum_bytes=batch * kv_heads * kv_len * (head_dim + value_dim) * 4,
     )
     facts = facts_of(q_segment_ids, kv_segment_ids, mask, cfg, batch=batch, band=band)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ejkernel.kernels.flash_attention.mosaic_schedule import as_table, deal
 
+_L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads that are being computed.
 # Tiles of one key head that run at the same time read the same queries, and add to the same dQ, while those are in the
 # L2 cache; the others find them in memory. Measured: a step takes half as long again if no other tile does.
 _ALONE = 0.5
@@ -33,12 +34,13 @@ _PART_BITS = 4
 class Work:
     """The tiles of one call: `steps[i]` steps for tile `i` of each of `heads` key heads, which share out to `blocks`.
 
-    `sum_bytes` is the size of the float32 dK and dV of all heads.
+    `head_bytes` is what a key head's queries occupy in the L2 cache, `sum_bytes` the float32 dK and dV of all heads.
     """
 
     heads: int
     steps: tuple[int, ...]
     blocks: int
+    head_bytes: int
     sum_bytes: int
 
     def items(self, splits: int, head_group: int) -> list[tuple[int, float]]:
@@ -73,8 +75,8 @@ class Work:
         return PARTS[:1] if self.heads * len(self.steps) >= _MANY_TILES * self.blocks else PARTS
 
     def groups(self) -> list[int]:
-        """Returns sizes of groups of heads: the least with a tile for each block, doubled four times, and all heads."""
-        least = max(self.blocks // len(self.steps), 1)
+        """Returns sizes of groups of heads: what the L2 cache holds, doubled four times, and all heads."""
+        least = max(_L2_BUDGET_BYTES // self.head_bytes, 1)
         return [*(least << i for i in range(5) if least << i < self.heads), self.heads]
 
 

@@ -196,6 +196,7 @@ def causal_work(batch, length, heads, kv_heads):
         heads=batch * kv_heads,
         steps=tuple(group * n for n in steps),
         blocks=132,
+        head_bytes=group * length * 128 * 8,
         sum_bytes=batch * kv_heads * length * 128 * 8,
     )
 
