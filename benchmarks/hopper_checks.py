@@ -166,7 +166,7 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     q, k, v, dout = (jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
     ids, mask = ids_of(case, seed), mask_of(case, seed)
     backward = dataclasses.replace(config.default_backward(*case.dims), splits=case.splits) if case.splits else None
-    options = {
+    rules = {
         "lower": case.lower,
         "upper": case.upper,
         "soft_cap": case.soft_cap,
@@ -177,10 +177,10 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     }
 
     def ours(q, k, v, dout):
-        out, *sums = mosaic.flash_attention_forward(q, k, v, **options)
+        out, *sums = mosaic.flash_attention_forward(q, k, v, **rules)
         if forward or mosaic_support.unsupported(q, k, v, backward=True) is not None:
             return (out,)
-        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **options)
+        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **rules)
 
     def gradients(q, k, v, dout):
         want, pull = jax.vjp(lambda *x: reference(case, ids, mask, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
