@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from ejkernel.kernels.flash_attention import mosaic, mosaic_bwd, mosaic_support
+from ejkernel.kernels.flash_attention import config, mosaic, mosaic_bwd, mosaic_support
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Case:
     segments: str = ""
     value_dim: int | None = None
     mask: str = ""
+    splits: int = 0
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -112,6 +113,8 @@ CASES = [
     *(Case(3, 500, 700, 4, 2, dim, mask=mask) for mask in ("padding", "triangle", "tiles") for dim in (64, 128, 256)),
     *(Case(2, 600, 600, 2, 2, dim, upper=0, mask=mask) for mask in ("padding", "tiles") for dim in (64, 80, 128)),
     Case(2, 603, 605, 4, 2, 128, upper=10, segments="runs", mask="tiles"),
+    *(Case(1, 1000, 1000, 6, 2, dim, upper=0, splits=3) for dim in (64, 128, 192, 256)),
+    *(Case(2, 1200, 1200, 4, 1, dim, upper=0, segments="sorted", splits=2) for dim in (64, 128, 192, 256)),
 ]
 
 
@@ -162,20 +165,22 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     shapes = (*shape, dim), (*kv_shape, dim), (*kv_shape, value_dim), (*shape, value_dim)
     q, k, v, dout = (jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
     ids, mask = ids_of(case, seed), mask_of(case, seed)
+    backward = dataclasses.replace(config.default_backward(*case.dims), splits=case.splits) if case.splits else None
     rules = {
         "lower": case.lower,
         "upper": case.upper,
         "soft_cap": case.soft_cap,
         "q_segment_ids": ids[0],
         "kv_segment_ids": ids[1],
+        "mask": mask,
         "interpret": interpret,
     }
 
     def ours(q, k, v, dout):
-        out, *sums = mosaic.flash_attention_forward(q, k, v, mask=mask, **rules)
-        if forward or mask is not None or mosaic_support.unsupported(q, k, v, backward=True) is not None:
+        out, *sums = mosaic.flash_attention_forward(q, k, v, **rules)
+        if forward or mosaic_support.unsupported(q, k, v, backward=True) is not None:
             return (out,)
-        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, **rules)
+        return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **rules)
 
     def gradients(q, k, v, dout):
         want, pull = jax.vjp(lambda *x: reference(case, ids, mask, *x), *(x.astype(jnp.float32) for x in (q, k, v)))

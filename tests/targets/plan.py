@@ -43,6 +43,8 @@ KERNELS = {
     ("grouped_matmul_drhs", "pallas"): 1,
 }
 """How many kernels of our own a call has; XLA's backend has none. Fewer means that something else ran."""
+SOMETIMES_MORE = {("flash_attention.vjp", "mosaic"): 2}
+"""How many more some calls have: the Hopper kernels round dK and dV by themselves where several blocks add to them."""
 
 
 def kind_of(target: Target) -> str:

@@ -26,7 +26,8 @@ def test_compiles_with_the_kernels_that_it_should_have(case):
         if part.refused is not None:
             assert case.workload in MAY_REFUSE[case.platform], part.refused
             continue
-        assert part.program.kernels == plan.KERNELS.get((part.op_id, case.platform), 0)
+        key = part.op_id, case.platform
+        assert part.program.kernels - plan.KERNELS.get(key, 0) in (0, plan.SOMETIMES_MORE.get(key, 0))
 
 
 def test_all_operations_and_backends_are_listed():

@@ -17,7 +17,8 @@ from ejkernel.kernels.hopper.chip import (
 
 Schedule = Literal["persistent", "grid"]
 DqWay = Literal["bulk", "registers", "kernel"]
-Split = Literal["keys", "columns"]
+Split = Literal["keys", "columns", "gradients"]
+MAX_SPLITS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,11 +175,17 @@ class MosaicBwdConfig:
 
     Attributes:
       consumers: Warpgroups that compute.
-      split: How the consumers divide a tile: `keys`, 64 each, or `columns` of dK and dV of 64 keys.
+      split: How the consumers divide a tile: `keys`, 64 each, or `columns` of dK and dV of 64 keys, or those two
+        `gradients`.
       block_q: Queries in one step: 64, or 64 per consumer.
       stages: Tiles of Q and dO in flight.
+      kv_stages: Tiles of keys in flight; two load the next one while this one is finished, which short tiles need.
       schedule: As in the forward config.
-      head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache.
+      head_group: Key heads whose tiles are handed out together, longest first; 0 picks by the size of the L2 cache and
+        by how busy that keeps all blocks.
+      splits: Parts into which the longest tile of keys is cut, and shorter ones into as many as make their parts no
+        longer. dK and dV of parts are added up in float32 in memory, in any order: from three parts on they differ in
+        their last bits from run to run. 0 picks by how busy it keeps all blocks.
       dq: How dQ is added up in memory: by the copy engine from shared memory (`bulk`), or from `registers`; or by a
         second `kernel`, which computes two more products but adds nothing up in memory, so that the result is always
         the same.
@@ -201,6 +208,8 @@ class MosaicBwdConfig:
     cluster: int = 1
     schedule: Schedule = "persistent"
     head_group: int = 0
+    splits: int = 0
+    kv_stages: int = 1
 
     @property
     def dq_block_q(self) -> int:
@@ -208,7 +217,12 @@ class MosaicBwdConfig:
 
     @property
     def block_kv(self) -> int:
-        return WGMMA_ROWS if self.split == "columns" else self.consumers * WGMMA_ROWS
+        return self.consumers * WGMMA_ROWS if self.split == "keys" else WGMMA_ROWS
+
+    @property
+    def divides_columns(self) -> bool:
+        """Whether a consumer reads some columns of Q or K alone: of dK, or of a dQ that has too few rows to divide."""
+        return self.split == "columns" or (self.split == "keys" and self.block_q == WGMMA_ROWS)
 
     @property
     def consumer_registers(self) -> int:
@@ -218,57 +232,89 @@ class MosaicBwdConfig:
     def producer_registers(self) -> int:
         return PRODUCER_REGISTERS[self.consumers]
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block: K and V, the rings of Q and dO, two tiles of dS (and P), dQ, the row vectors."""
-        keys = 2 * self.block_kv * head_dim * 2
-        rings = 2 * self.stages * self.block_q * head_dim * 2
-        scores = (4 if self.split == "columns" else 2) * self.block_kv * self.block_q * 2
-        dq = self.block_q * head_dim * 4 if self.dq == "bulk" else 0
+        width = key_width(head_dim, self)
+        both = width + whole_columns(head_dim if value_dim is None else value_dim)
+        keys = self.kv_stages * self.block_kv * both * 2
+        rings = self.stages * self.block_q * both * 2
+        scores = (2 if self.split == "keys" else 4) * self.block_kv * self.block_q * 2
+        dq = self.block_q * width * 4 if self.dq == "bulk" else 0
         return keys + rings + scores + dq + 2 * self.stages * self.block_q * 4 + BARRIER_BYTES
 
-    def dq_smem_bytes(self, head_dim: int) -> int:
+    def dq_smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block of the second kernel: Q and dO, the rings of K and V."""
-        rows = 2 * self.dq_block_q + (self.dq_k_stages + self.dq_v_stages) * self.dq_block_kv
-        return rows * head_dim * 2 + BARRIER_BYTES
+        values = whole_columns(head_dim if value_dim is None else value_dim)
+        of_keys = (self.dq_block_q + self.dq_k_stages * self.dq_block_kv) * key_width(head_dim, self)
+        of_values = (self.dq_block_q + self.dq_v_stages * self.dq_block_kv) * values
+        return (of_keys + of_values) * 2 + BARRIER_BYTES
 
-    def live_registers(self, head_dim: int) -> int:
+    def live_registers(self, head_dim: int, value_dim: int | None = None) -> int:
         """The most registers that a consumer thread holds: dK, dV, scores and their gradient or dQ, the rest."""
+        width, values = key_width(head_dim, self), whole_columns(head_dim if value_dim is None else value_dim)
         if self.split == "columns":
-            return (head_dim + self.block_q) // self.consumers + 24
-        return head_dim + self.block_q + 24
+            return ((width + values) // 2 + self.block_q) // self.consumers + 24
+        if self.split == "gradients":
+            return max(width, values) // 2 + self.block_q + self.block_q // 4 + 24
+        return (width + values) // 2 + self.block_q + 24
 
     def dq_live_registers(self, head_dim: int) -> int:
         """The same in the second kernel: dQ, scores and their gradient, the gradient before, and the rest."""
-        return head_dim // 2 + self.dq_block_kv + self.dq_block_kv // 4 + 24
+        return whole_columns(head_dim) // 2 + self.dq_block_kv + self.dq_block_kv // 4 + 24
 
-    def unfit(self, head_dim: int) -> str | None:
-        """Says why this config cannot run at `head_dim`, or `None` if it can."""
+    def unfit(self, head_dim: int, value_dim: int | None = None) -> str | None:
+        """Says why this config cannot run at these dims, or `None` if it can."""
+        value_dim = head_dim if value_dim is None else value_dim
         if self.consumers not in (1, 2, 3):
             return f"consumers must be 1, 2 or 3, got {self.consumers}"
         if self.block_q not in (WGMMA_ROWS, self.consumers * WGMMA_ROWS):
             return f"block_q must be 64 or {self.consumers * WGMMA_ROWS}, got {self.block_q}"
-        if self.block_q == WGMMA_ROWS and head_dim % (self.consumers * 64):
-            return f"{self.consumers} consumers cannot divide a dQ of 64 rows and {head_dim} columns"
-        if self.split == "columns" and (self.block_q != WGMMA_ROWS or self.consumers != 2):
-            return "a split by columns needs 64 queries per step and two consumers"
-        if (self.split == "columns") != (self.dq == "kernel"):
+        if self.split == "keys" and self.block_q == WGMMA_ROWS and head_dim <= 64:
+            return f"{self.consumers} consumers are not to divide a dQ of 64 rows and {head_dim} columns"
+        if self.split != "keys" and (self.block_q != WGMMA_ROWS or self.consumers != 2):
+            return f"a split by {self.split} needs 64 queries per step and two consumers"
+        if self.split == "columns" and (head_dim % 128 or value_dim % 128):
+            return f"a split by columns needs multiples of 128 of them, got {head_dim} and {value_dim}"
+        if (self.split == "keys") == (self.dq == "kernel"):
             return f"a split by {self.split} cannot have its dQ from {self.dq}"
         if self.stages < 2:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):
             return f"cluster must be 1 or 2, got {self.cluster}"
-        reason = unfit_block(self.smem_bytes(head_dim), self.live_registers(head_dim), self.consumers)
-        return self._dq_unfit(head_dim) if reason is None and self.dq == "kernel" else reason
+        if self.kv_stages not in ((1, 2) if self.split == "keys" else (1,)):
+            return f"kv_stages must be 1, or 2 with a split by keys, got {self.kv_stages}"
+        if not 0 <= self.splits <= MAX_SPLITS:
+            return f"splits must be 0 to {MAX_SPLITS}, got {self.splits}"
+        dims = head_dim, value_dim
+        reason = unfit_block(self.smem_bytes(*dims), self.live_registers(*dims), self.consumers)
+        return self._dq_unfit(*dims) if reason is None and self.dq == "kernel" else reason
 
-    def _dq_unfit(self, head_dim: int) -> str | None:
+    def _dq_unfit(self, head_dim: int, value_dim: int) -> str | None:
         if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64 or self.dq_cluster not in (1, 2):
             return "the kernel for dQ needs two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
-        return unfit_block(self.dq_smem_bytes(head_dim), self.dq_live_registers(head_dim), self.consumers, " for dQ")
+        smem = self.dq_smem_bytes(head_dim, value_dim)
+        return unfit_block(smem, self.dq_live_registers(head_dim), self.consumers, " for dQ")
 
 
-def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
-    """Yields the backward configs that fit the chip at `head_dim`."""
-    ways: tuple[tuple[Split, DqWay], ...] = (("keys", "bulk"), ("keys", "registers"), ("columns", "kernel"))
+def whole_columns(dim: int) -> int:
+    """How many columns `dim` columns take in shared memory: whole tiles of the least width."""
+    return -(-dim // 16) * 16
+
+
+def key_width(head_dim: int, cfg: MosaicBwdConfig) -> int:
+    """The same for Q and K of the backward kernel, whose consumers may divide them."""
+    parts = cfg.consumers if cfg.divides_columns else 1
+    return -(-head_dim // (16 * parts)) * 16 * parts
+
+
+def backward_space(head_dim: int, value_dim: int | None = None) -> Iterator[MosaicBwdConfig]:
+    """Yields the backward configs that fit the chip at these dims."""
+    ways: tuple[tuple[Split, DqWay], ...] = (
+        ("keys", "bulk"),
+        ("keys", "registers"),
+        ("columns", "kernel"),
+        ("gradients", "kernel"),
+    )
     axes = itertools.product((2, 3), ways, (False, True), (2, 3))
     for consumers, (split, dq), per_consumer, stages in axes:
         block_q = consumers * WGMMA_ROWS if per_consumer else WGMMA_ROWS
@@ -279,14 +325,20 @@ def backward_space(head_dim: int) -> Iterator[MosaicBwdConfig]:
             stages=stages,
             dq=dq,
         )
-        if cfg.unfit(head_dim) is None:
+        if cfg.unfit(head_dim, value_dim) is None:
             yield cfg
 
 
-def default_backward(head_dim: int, *, full: bool = False) -> MosaicBwdConfig:
+def default_backward(head_dim: int, value_dim: int | None = None, *, full: bool = False) -> MosaicBwdConfig:
     """Returns the config of an untuned call; `full` is what `is_full` says of the call."""
-    if head_dim <= 64:
+    value_dim = head_dim if value_dim is None else value_dim
+    if max(head_dim, value_dim) <= 64:
         return MosaicBwdConfig(block_q=128, dq="registers")
-    if head_dim <= 128:
-        return MosaicBwdConfig(block_q=64, dq="registers", cluster=2 if full else 1)
-    return MosaicBwdConfig(split="columns", block_q=64, dq="kernel")
+    keys = MosaicBwdConfig(block_q=64, dq="registers", cluster=2 if full else 1)
+    if max(head_dim, value_dim) <= 128 and keys.unfit(head_dim, value_dim) is None:
+        return keys
+    if head_dim == value_dim == 256:
+        return MosaicBwdConfig(split="columns", block_q=64, dq="kernel")
+    guess = MosaicBwdConfig(split="gradients", block_q=64, dq="kernel", stages=3, dq_v_stages=2)
+    fewer = (guess, dataclasses.replace(guess, stages=2), dataclasses.replace(guess, stages=2, dq_v_stages=1))
+    return next((cfg for cfg in fewer if cfg.unfit(head_dim, value_dim) is None), fewer[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ Array = jax.Array
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why the Hopper kernels do not support a call; None if they do."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
-    for name in ("bias", "q_positions", "dropout_seed", *(("mask",) if backward else ())):
+    for name in ("bias", "q_positions", "dropout_seed"):
         if getattr(extras, name) is not None:
             return f"this kernel takes no {name}"
     if (reason := _unsupported_mask(extras)) is not None:
@@ -69,9 +70,14 @@ def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
-    """The guess, then the others."""
-    head_dim = inv.args[0].shape[3]
-    return [config.default_backward(head_dim, full=_is_full(inv)), *config.backward_space(head_dim)]
+    """The guess, then with other parts of tiles, or two tiles of keys in flight, then the others."""
+    query, _, value, extras, _ = Attention.of(inv.args, inv.kwargs)
+    dims = query.shape[3], value.shape[3]
+    guess = config.default_backward(*dims, full=_is_full(inv))
+    near = [dataclasses.replace(guess, splits=splits) for splits in (1, 2, 4)]
+    if extras.q_segment_ids is None and extras.mask is None:  # Their ids need what is left of the memory.
+        near.append(dataclasses.replace(guess, kv_stages=2))
+    return [guess, *(cfg for cfg in near if cfg.unfit(*dims) is None), *config.backward_space(*dims)]
 
 
 def _is_full(inv: Invocation[Any, Any]) -> bool:
@@ -85,7 +91,7 @@ def forward(
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     from ejkernel.kernels.flash_attention.mosaic import flash_attention_forward
 
-    out, *sums = flash_attention_forward(query, key, value, mask=extras.mask, cfg=params, **_rules(extras, rules))
+    out, *sums = flash_attention_forward(query, key, value, cfg=params, **_rules(extras, rules))
     return masks.with_sinks(out, _scaled(masks.LogSum(*sums), 1.0 / _to_base_2(rules)), extras.softmax_aux)
 
 
@@ -141,4 +147,5 @@ def _rules(extras: Extras, rules: Rules) -> dict[str, Any]:
         "soft_cap": rules.soft_cap,
         "q_segment_ids": extras.q_segment_ids,
         "kv_segment_ids": extras.kv_segment_ids,
+        "mask": extras.mask,
     }

@@ -1,9 +1,10 @@
 """Flash attention for Hopper: the backward pass.
 
 One kernel computes all three gradients with five products per tile. A block owns a tile of keys, keeps its dK and dV in
-registers and runs over the queries of every head that shares the keys. Scores are computed transposed, keys by
-queries. dQ is added up in float32 in global memory (`mosaic_dq.py`). `mosaic_bwd_keys.py` and `mosaic_bwd_columns.py`
-divide a tile among the consumer warpgroups.
+registers and runs over the queries of every head that shares the keys, or over a part of them
+(`mosaic_bwd_schedule.py`). Scores are computed transposed, keys by queries. dQ is added up in float32 in global memory
+(`mosaic_dq.py`). `mosaic_bwd_keys.py`, `mosaic_bwd_columns.py` and `mosaic_bwd_gradients.py` divide a tile among the
+consumer warpgroups.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_keys
+from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_gradients, mosaic_bwd_keys
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, default_backward, is_full
 from ejkernel.kernels.flash_attention.mosaic import padded
+from ejkernel.kernels.flash_attention.mosaic_bwd_memory import scratch
+from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand, operands
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts, facts_of, key_table, packed_splits
 from ejkernel.kernels.flash_attention.mosaic_bwd_queries import query_gradient
-from ejkernel.kernels.flash_attention.mosaic_dq import QueryGradient
+from ejkernel.kernels.flash_attention.mosaic_bwd_schedule import Work, item_table, plan
+from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
-from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
-from ejkernel.kernels.hopper.cluster import shared_barrier, shared_load
-from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.cluster import shared_load
+from ejkernel.kernels.hopper.launch import launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit
 
-_L2_BUDGET_BYTES = 32 << 20  # For Q, dO and the float32 dQ of the heads that are being computed.
 _LOST = 2.0**-12  # Errors of the log-sum-exp below this are hidden by the rounding of weights to 16 bits.
 
 
@@ -52,15 +55,18 @@ def flash_attention_backward(
     soft_cap: float | None = None,
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
     cfg: MosaicBwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of q, k and v, given what `flash_attention_forward` returned."""
+    shapes = q.shape, k.shape, v.shape
     batch, q_len, heads, head_dim = q.shape
-    _, kv_len, kv_heads, _ = k.shape
+    _, kv_len, kv_heads, value_dim = v.shape
     group = heads // kv_heads
     # The interpreter (JAX 0.11 on) has no reductions, so only one block may run at a time.
-    cfg = cfg or default_backward(head_dim, full=is_full(q_len, kv_len, lower, upper) and not interpret)
+    full = is_full(q_len, kv_len, lower, upper) and not interpret
+    cfg = cfg or default_backward(head_dim, value_dim, full=full)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -68,27 +74,38 @@ def flash_attention_backward(
     # Queries past the end get a log-sum-exp of +inf, so that their weights are zero.
     lse, delta, rest = padded(lse, whole, math.inf), padded(delta, whole, 0.0), padded(rest, whole, 0.0)
     lost = jnp.any(jnp.abs(rest) > _LOST).astype(jnp.int32)[None]
-    table = tile_table(
+    work = Work(
         heads=batch * kv_heads,
         steps=tuple(group * n for n in band.query_steps(cfg.block_q, cfg.block_kv * cfg.cluster)),
         blocks=SMS // cfg.cluster,
-        head_group=cfg.head_group
-        or max(_L2_BUDGET_BYTES // (group * q_len * head_dim * (2 * q.dtype.itemsize + 4)), 1),
-        persistent=cfg.schedule == "persistent",
+        head_bytes=group * q_len * (head_dim + value_dim) * (q.dtype.itemsize + 2),
+        sum_bytes=batch * kv_heads * kv_len * (head_dim + value_dim) * 4,
     )
-    segments = ()
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        segments = (
-            padded(q_segment_ids.astype(jnp.int32), whole, -1),
-            padded(kv_segment_ids.astype(jnp.int32), math.lcm(cfg.block_kv * cfg.cluster, cfg.dq_block_kv), -2),
-        )
-    # dQ is divided among the warpgroups by query rows if there are enough of them, else by columns.
-    dq_cols = head_dim if cfg.block_q > WGMMA_ROWS else head_dim // cfg.consumers
-    total: QueryGradient | None = None
+    facts = facts_of(q_segment_ids, kv_segment_ids, mask, cfg, batch=batch, band=band)
+    if facts.known:
+        splits = packed_splits(cfg, tiles=work.heads * len(work.steps), group=group, blocks=work.blocks)
+        places = {"batch": batch, "kv_heads": kv_heads, "blocks": work.blocks, "splits": splits}
+        table = key_table(facts, cfg=cfg, band=band, **places)
+    else:
+        splits, head_group = plan(work, cfg.splits, cfg.head_group)
+        table = jnp.asarray(item_table(work, splits, head_group, persistent=cfg.schedule == "persistent"))
+    qk, vo = operands(head_dim, value_dim, cfg, interpret=bool(interpret))
+    q, k, v, dout = (_whole_tiles(x.padded(y)) for x, y in ((qk, q), (qk, k), (vo, v), (vo, dout)))
     in_place: tuple[Any, ...] = ()
+    dq_sum = key_sums = None
     if cfg.dq != "kernel":
-        total = QueryGradient(batch, q_len, heads, head_dim, dq_cols, cfg.block_q, cfg.dq == "bulk", bool(interpret))
-        in_place = (jax.new_ref(total.zeros()),)
+        # dQ is divided among the warpgroups by query rows if there are enough of them, else by columns.
+        columns = qk.width if cfg.block_q > WGMMA_ROWS else qk.width // cfg.consumers
+        dq_sum = GradientSum(batch, q.shape[1], heads, qk, columns, cfg.block_q, cfg.dq == "bulk", bool(interpret))
+        in_place = (jax.new_ref(dq_sum.zeros()),)
+    if splits > 1:
+        halves, rows = cfg.consumers if cfg.split == "columns" else 1, cfg.block_kv * cfg.cluster
+        dk_sum, dv_sum = (
+            GradientSum(batch, k.shape[1], kv_heads, x, x.width // halves, rows, False, bool(interpret))
+            for x in (qk, vo)
+        )
+        key_sums = dk_sum, dv_sum
+        in_place = (*in_place, *(jax.new_ref(key_sum.zeros()) for key_sum in key_sums))
     body = functools.partial(
         _kernel,
         cfg=cfg,
@@ -97,47 +114,37 @@ def flash_attention_backward(
         soft_cap=soft_cap,
         group=group,
         mma=MatrixUnit(bool(interpret)),
-        total=total,
+        operands=(qk, vo),
+        splits=splits,
+        dq_sum=dq_sum,
+        key_sums=key_sums,
     )
-    parts = cfg.block_kv // WGMMA_ROWS
-    kv_tile = (parts, WGMMA_ROWS, head_dim)
-    q_tile = (cfg.stages, cfg.block_q, head_dim)
-    scratch: dict[str, Any] = {
-        "k_smem": swizzled(kv_tile, k.dtype),
-        "v_smem": swizzled(kv_tile, v.dtype),
-        "q_smem": swizzled(q_tile, q.dtype),
-        "do_smem": swizzled(q_tile, dout.dtype),
-        "p_smem": swizzled((2, WGMMA_ROWS, cfg.block_q), q.dtype) if cfg.split == "columns" else None,
-        "ds_smem": swizzled((2, parts, WGMMA_ROWS, cfg.block_q), q.dtype),
-        "dq_smem": None if total is None else total.staging(cfg.consumers),
-        "lse_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
-        "delta_smem": plgpu.SMEM((cfg.stages, cfg.block_q), jnp.float32),
-        "k_full": plgpu.Barrier(num_barriers=parts),
-        "v_full": plgpu.Barrier(num_barriers=parts),
-        "kv_free": plgpu.Barrier(num_arrivals=cfg.consumers),
-        "q_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
-        "do_full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=2),
-        "q_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
-        "do_free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
-        "ds_full": plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
-        "ds_free": plgpu.Barrier(num_barriers=2, num_arrivals=cfg.consumers),
-        "tile_done": plgpu.Barrier(num_arrivals=cfg.consumers),
-    }
-    dk, dv = launch(
+    outs = launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *in_place, *segments),
-        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.key_words, *in_place),
+        out_type=() if key_sums else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         blocks=table.shape[0],
         cluster=cfg.cluster,
         consumers=cfg.consumers,
-        scratch=scratch,
+        scratch=scratch(cfg, (qk, vo), q.dtype, dq_sum, ids=bool(facts.ids)),
         interpret=interpret,
     )
-    if total is not None:
-        return total.finish(in_place[0][...], factor, q.dtype), dk, dv
-    rules = {"band": band, "scale": factor, "soft_cap": soft_cap}
-    dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, segments, **rules, cfg=cfg, interpret=interpret)
+    if key_sums is not None:
+        scales, refs = (factor, 1.0), in_place[-2:]
+        outs = [x.finish(ref[...], y, q.dtype) for x, ref, y in zip(key_sums, refs, scales, strict=True)]
+    if dq_sum is not None:
+        dq = dq_sum.finish(in_place[0][...], factor, q.dtype)
+    else:
+        rules = {"band": band, "scale": factor, "soft_cap": soft_cap, "operands": (qk, vo)}
+        dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, facts, **rules, cfg=cfg, interpret=interpret)
+    dq, dk, dv = (x[:, : shape[1], :, : shape[3]] for x, shape in zip((dq, *outs), shapes, strict=True))
     return dq, dk, dv
+
+
+def _whole_tiles(rows: jax.Array) -> jax.Array:
+    """Lengthens an array to a multiple of 8 rows, the height of a tile in shared memory."""
+    missing = -rows.shape[1] % 8
+    return jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else rows
 
 
 def _kernel(
@@ -150,6 +157,8 @@ def _kernel(
     rest_ref,
     lost_ref,
     table_ref,
+    segment_refs,
+    words_ref,
     *refs: Any,
     cfg: MosaicBwdConfig,
     band: Band,
@@ -157,36 +166,47 @@ def _kernel(
     soft_cap: float | None,
     group: int,
     mma: MatrixUnit,
-    total: QueryGradient | None,
-    **scratch: Any,
+    operands: tuple[Operand, Operand],
+    splits: int,
+    dq_sum: GradientSum | None,
+    key_sums: tuple[GradientSum, GradientSum] | None,
+    **memory: Any,
 ):
     *others, dk_ref, dv_ref = refs
-    segment_refs = others if total is None else others[1:]
-    mem = types.SimpleNamespace(**scratch)
+    (qk, vo), facts = operands, Facts(whole_ids=segment_refs, ids=segment_refs, key_words=words_ref)
+    mem = types.SimpleNamespace(**memory)
     wg = lax.axis_index("warpgroup")
-    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group)
+    walk = Walk(table_ref, band, cfg, k_ref.shape[2], group, splits, facts.known)
 
     @pl.when(wg == cfg.consumers)
     def _produce():
         plgpu.set_max_registers(cfg.producer_registers, action="decrease")
 
         def tile(i, step):
-            at = walk.tile(i)
-            plgpu.barrier_wait(mem.kv_free)
-            for part in range(cfg.block_kv // WGMMA_ROWS):
-                rows = pl.ds(at.col + part * WGMMA_ROWS, WGMMA_ROWS)
-                for ref, smem, full in ((k_ref, mem.k_smem, mem.k_full), (v_ref, mem.v_smem, mem.v_full)):
-                    plgpu.copy_gmem_to_smem(ref.at[at.batch, rows, at.kv_head], smem.at[part], full.at[part])
+            at, keys = walk.tile(i), walk.keys(i)
+            plgpu.barrier_wait(mem.kv_free.at[keys])
+            parts = cfg.block_kv // WGMMA_ROWS
+            for part in range(parts):
+                rows, place = pl.ds(at.col + part * WGMMA_ROWS, WGMMA_ROWS), keys * parts + part
+                k_rows, v_rows = (ref.at[at.batch, rows, at.kv_head] for ref in (k_ref, v_ref))
+                plgpu.copy_gmem_to_smem(qk.columns(k_rows), mem.k_smem.at[place], mem.k_full.at[place])
+                plgpu.copy_gmem_to_smem(vo.columns(v_rows), mem.v_smem.at[place], mem.v_full.at[place])
+                if mem.kv_ids is not None:
+                    ids = segment_refs[1].at[at.batch, rows]
+                    plgpu.copy_gmem_to_smem(ids, mem.kv_ids.at[place], mem.k_full.at[place])
 
             def load(n, _):
                 slot = walk.slot(step + n)
                 head, row = at.place(n)
                 rows = pl.ds(row, cfg.block_q)
                 plgpu.barrier_wait(mem.q_free.at[slot])
-                shared_load(cfg.cluster, q_ref.at[at.batch, rows, head], mem.q_smem.at[slot], mem.q_full.at[slot])
+                q_rows, do_rows = (ref.at[at.batch, rows, head] for ref in (q_ref, do_ref))
+                shared_load(cfg.cluster, qk.columns(q_rows), mem.q_smem.at[slot], mem.q_full.at[slot])
                 plgpu.copy_gmem_to_smem(lse_ref.at[at.batch, head, rows], mem.lse_smem.at[slot], mem.q_full.at[slot])
+                if mem.q_ids is not None:
+                    plgpu.copy_gmem_to_smem(segment_refs[0].at[at.batch, rows], mem.q_ids.at[slot], mem.q_full.at[slot])
                 plgpu.barrier_wait(mem.do_free.at[slot])
-                shared_load(cfg.cluster, do_ref.at[at.batch, rows, head], mem.do_smem.at[slot], mem.do_full.at[slot])
+                shared_load(cfg.cluster, vo.columns(do_rows), mem.do_smem.at[slot], mem.do_full.at[slot])
                 plgpu.copy_gmem_to_smem(
                     delta_ref.at[at.batch, head, rows], mem.delta_smem.at[slot], mem.do_full.at[slot]
                 )
@@ -196,7 +216,8 @@ def _kernel(
 
         lax.fori_loop(0, walk.tiles, tile, jnp.int32(0))
         # All barrier arrivals must be waited for before the block ends; JAX's interpreter checks it.
-        plgpu.barrier_wait(mem.kv_free)
+        for keys in range(cfg.kv_stages):
+            plgpu.barrier_wait(mem.kv_free.at[keys])
         for slot in range(cfg.stages):
             plgpu.barrier_wait(mem.q_free.at[slot])
             plgpu.barrier_wait(mem.do_free.at[slot])
@@ -205,18 +226,25 @@ def _kernel(
     def _consume():
         plgpu.set_max_registers(cfg.consumer_registers, action="increase")
         # Every buffer starts free.
-        plgpu.barrier_arrive(mem.kv_free)
+        for keys in range(cfg.kv_stages):
+            plgpu.barrier_arrive(mem.kv_free.at[keys])
         for slot in range(cfg.stages):
             plgpu.barrier_arrive(mem.q_free.at[slot])
             plgpu.barrier_arrive(mem.do_free.at[slot])
         ragged = band.kv_len % (cfg.block_kv * cfg.cluster) != 0
-        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=1, ragged=ragged)
+        scores = Scores(band, scale, soft_cap, query_axis=1, ragged=ragged)
+
+        grads = dk_ref, dv_ref
 
         def consume(scores: Scores):
-            if total is None:
-                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref)
-            else:
-                mosaic_bwd_keys.consume(walk, scores, mma, cfg, mem, dk_ref, dv_ref, total, others[0])
+            if cfg.split == "columns":
+                mosaic_bwd_columns.consume(walk, scores, mma, cfg, mem, grads, key_sums, facts)
+            elif cfg.split == "gradients":
+                mosaic_bwd_gradients.consume(walk, scores, mma, cfg, mem, grads, operands, key_sums, facts)
+            elif dq_sum is not None:
+                mosaic_bwd_keys.consume(
+                    walk, scores, mma, cfg, mem, grads, operands, dq_sum, others[-1], key_sums, facts
+                )
 
         with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

@@ -23,7 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
-from ejkernel.kernels.flash_attention.mosaic_scores import Scores
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts
+from ejkernel.kernels.flash_attention.mosaic_dq import GradientSum
+from ejkernel.kernels.flash_attention.mosaic_scores import Scores, facts_hide
 from ejkernel.kernels.flash_attention.mosaic_store import store_columns
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
@@ -36,11 +38,13 @@ def consume(
     mma: MatrixUnit,
     cfg: MosaicBwdConfig,
     mem: Any,
-    dk_ref: Any,
-    dv_ref: Any,
+    grad_refs: tuple[Any, Any],
+    key_sums: tuple[GradientSum, GradientSum] | None,
+    facts: Facts,
 ) -> None:
     wg = lax.axis_index("warpgroup")
-    dtype, half = dk_ref.dtype, (WGMMA_ROWS, dk_ref.shape[3] // cfg.consumers)
+    (dk_ref, dv_ref), dtype = grad_refs, mem.k_smem.dtype
+    half = (WGMMA_ROWS, mem.k_smem.shape[2] // cfg.consumers)
     k_tile, v_tile = mem.k_smem.at[0], mem.v_smem.at[0]
     queries = cfg.block_q // cfg.consumers
     own_queries, own_cols = pl.ds(wg * queries, queries), pl.ds(wg * half[1], half[1])
@@ -61,7 +65,9 @@ def consume(
             """Stores the weights of step `n` and the gradient of its scores; two products run during `meanwhile`."""
             slot, buffer = walk.slot(step + n), buffer_of(n)
             head, row = at.place(n)
+            cut = at.cut(row)
             row = row + wg * queries
+            hides = facts_hide(facts, cut, at.batch, at.col, row, (WGMMA_ROWS, queries))
             plgpu.barrier_wait(mem.q_full.at[slot])
             k_tile, v_tile = mem.k_smem.at[unhoisted(0, n)], mem.v_smem.at[unhoisted(0, n)]
 
@@ -71,7 +77,7 @@ def consume(
                 mma.multiply(dp_acc, v_tile, mem.do_smem.at[slot, own_queries], b_t=True)
                 held = meanwhile()
                 s = mma.result(s_acc, in_flight=1)
-                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.batch, at.col, row)
+                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.col, row, hides)
                 # Waiting here also keeps ptxas (CUDA 13.0) from moving the wait for the product up, over the
                 # exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])
@@ -116,6 +122,11 @@ def consume(
         make_scores(jnp.int32(0), lambda: ())
         carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
         dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
+        if key_sums is not None:
+            plgpu.barrier_arrive(mem.kv_free.at[0])
+            for key_sum, ref, grad in zip(key_sums, grad_refs, (dk, dv), strict=True):
+                key_sum.add(key_sum.piece(ref, at.batch, at.kv_head, at.col, wg), grad, None)
+            return step + at.steps
         # The gradients are stored through the memory of K and V, after its last read and after both halves are written.
         meet()
         v_tile.at[:, own_cols][...] = dv.astype(dtype)
@@ -126,7 +137,7 @@ def consume(
         pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[at.batch, rows, at.kv_head]))
         pl.when(wg == 1)(lambda: plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[at.batch, rows, at.kv_head]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(mem.kv_free)
+        plgpu.barrier_arrive(mem.kv_free.at[0])
         return step + at.steps
 
     for buffer in range(2):

@@ -18,12 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
+from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts, is_cut, query_table, read_entry
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
-from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_without_rest
+from ejkernel.kernels.flash_attention.mosaic_scores import Hides, Scores, load_words, with_or_without_rest
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.hopper.launch import launch, swizzled
+from ejkernel.kernels.hopper.launch import launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
 
 _HEAD_GROUP = 4  # As in the forward kernel.
@@ -38,43 +40,48 @@ def query_gradient(
     delta: jax.Array,
     rest: jax.Array,
     lost: jax.Array,
-    segments: tuple[jax.Array, ...],
+    facts: Facts,
     *,
     band: Band,
     scale: float,
     soft_cap: float | None,
+    operands: tuple[Operand, Operand],
     cfg: MosaicBwdConfig,
     interpret: Any,
 ) -> jax.Array:
-    """Returns dQ; vectors along the queries must be padded to whole tiles of `cfg.dq_block_q`."""
-    batch, _, heads, head_dim = q.shape
-    table = tile_table(
-        heads=batch * heads,
-        steps=band.steps(cfg.dq_block_q * cfg.dq_cluster, cfg.dq_block_kv),
-        blocks=SMS // cfg.dq_cluster,
-        head_group=cfg.head_group or _HEAD_GROUP,
-        persistent=cfg.schedule == "persistent",
-    )
-    q_tile = swizzled((cfg.consumers, WGMMA_ROWS, head_dim), q.dtype)
+    """Returns dQ; vectors along the queries must be padded to whole tiles, as `facts.whole_ids` are."""
+    batch, _, heads, _ = q.shape
+    qk, vo = operands
+    blocks = SMS // cfg.dq_cluster
+    ids = bool(facts.ids)
+    if facts.known:
+        table = query_table(facts, cfg=cfg, band=band, batch=batch, heads=heads, blocks=blocks)
+    else:
+        steps = band.steps(cfg.dq_block_q * cfg.dq_cluster, cfg.dq_block_kv)
+        group, persistent = cfg.head_group or _HEAD_GROUP, cfg.schedule == "persistent"
+        table = tile_table(heads=batch * heads, steps=steps, blocks=blocks, head_group=group, persistent=persistent)
+        table = jnp.asarray(table)
     body = functools.partial(
-        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, mma=MatrixUnit(bool(interpret))
+        _kernel, cfg=cfg, band=band, scale=scale, soft_cap=soft_cap, operands=operands, mma=MatrixUnit(bool(interpret))
     )
     return launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, jnp.asarray(table), *segments),
+        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.query_words),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         blocks=table.shape[0],
         cluster=cfg.dq_cluster,
         consumers=cfg.consumers,
         scratch={
-            "q_smem": q_tile,
-            "do_smem": q_tile,
-            "k_smem": swizzled((cfg.dq_k_stages, cfg.dq_block_kv, head_dim), k.dtype),
-            "v_smem": swizzled((cfg.dq_v_stages, cfg.dq_block_kv, head_dim), v.dtype),
-            "q_full": plgpu.Barrier(num_barriers=cfg.consumers),
+            "q_smem": qk.memory(cfg.consumers, WGMMA_ROWS, dtype=q.dtype),
+            "do_smem": vo.memory(cfg.consumers, WGMMA_ROWS, dtype=dout.dtype),
+            "k_smem": qk.memory(cfg.dq_k_stages, cfg.dq_block_kv, dtype=k.dtype),
+            "v_smem": vo.memory(cfg.dq_v_stages, cfg.dq_block_kv, dtype=v.dtype),
+            "q_ids": plgpu.SMEM((cfg.consumers, WGMMA_ROWS), jnp.int32) if ids else None,
+            "kv_ids": plgpu.SMEM((cfg.dq_k_stages, cfg.dq_block_kv), jnp.int32) if ids else None,
+            "q_full": plgpu.Barrier(num_barriers=cfg.consumers, num_arrivals=2 if ids else 1),
             "do_full": plgpu.Barrier(num_barriers=cfg.consumers),
             "q_free": plgpu.Barrier(num_barriers=cfg.consumers),
-            "k_full": plgpu.Barrier(num_barriers=cfg.dq_k_stages),
+            "k_full": plgpu.Barrier(num_barriers=cfg.dq_k_stages, num_arrivals=2 if ids else 1),
             "k_free": shared_barrier(cfg.dq_cluster, cfg.dq_k_stages, cfg.consumers),
             "v_full": plgpu.Barrier(num_barriers=cfg.dq_v_stages),
             "v_free": shared_barrier(cfg.dq_cluster, cfg.dq_v_stages, cfg.consumers),
@@ -93,30 +100,42 @@ def _kernel(
     rest_ref,
     lost_ref,
     table_ref,
-    *refs: Any,
+    segment_refs,
+    words_ref,
+    dq_ref,
     cfg: MosaicBwdConfig,
     band: Band,
     scale: float,
     soft_cap: float | None,
+    operands: tuple[Operand, Operand],
     mma: MatrixUnit,
     **scratch: Any,
 ):
-    *segment_refs, dq_ref = refs
+    packed = bool(segment_refs) or words_ref is not None
     mem = types.SimpleNamespace(**scratch)
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
-    heads, head_dim = q_ref.shape[2], q_ref.shape[3]
+    heads, (qk, vo) = q_ref.shape[2], operands
     block_q = cfg.dq_block_q * cfg.dq_cluster
     rows_per_head = -(-band.q_len // block_q)
     block_kv = cfg.dq_block_kv
 
     def decode(i):
-        """Returns batch, head, first query, first key block and number of key blocks of the block's tile `i`."""
-        tile = table_ref[block, i + 1]
+        """Returns batch, head, first query, first key block and number of key blocks of the block's tile `i`.
+
+        For packed sequences also the first key block that all its queries see, and the one after the last.
+        """
+        start = end = clear = clear_end = None
+        if packed:
+            tile, start, clear, clear_end, end = read_entry(table_ref, block, i)
+        else:
+            tile = table_ref[block, i + 1]
         flat = lax.div(tile, jnp.int32(rows_per_head))
         row = lax.rem(tile, jnp.int32(rows_per_head)) * block_q
-        start, end = band.blocks(row, block_q, block_kv)
+        if start is None or end is None:
+            start, end = band.blocks(row, block_q, block_kv)
         row = row + place_in_cluster(cfg.dq_cluster) * cfg.dq_block_q
-        return lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads)), row, start, end - start
+        batch, head = lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads))
+        return batch, head, row, start, end - start, clear, clear_end
 
     def k_slot(step):
         return lax.rem(step, jnp.int32(cfg.dq_k_stages))
@@ -129,23 +148,31 @@ def _kernel(
         plgpu.set_max_registers(cfg.producer_registers, action="decrease")
 
         def tile(i, step):
-            batch, head, row, start, count = decode(i)
+            batch, head, row, start, count, *_ = decode(i)
             kv_head = lax.div(head, jnp.int32(heads // k_ref.shape[2]))
 
-            def load(ref, smem, full, free, slot, n):
+            def load(operand, ref, smem, full, free, slot, n):
                 plgpu.barrier_wait(free.at[slot])
                 rows = pl.ds((start + n) * block_kv, block_kv)
-                shared_load(cfg.dq_cluster, ref.at[batch, rows, kv_head], smem.at[slot], full.at[slot])
+                source = operand.columns(ref.at[batch, rows, kv_head])
+                shared_load(cfg.dq_cluster, source, smem.at[slot], full.at[slot])
 
             def load_both(n, _):
-                load(k_ref, mem.k_smem, mem.k_full, mem.k_free, k_slot(step + n), n)
-                load(v_ref, mem.v_smem, mem.v_full, mem.v_free, v_slot(step + n), n)
+                slot = k_slot(step + n)
+                load(qk, k_ref, mem.k_smem, mem.k_full, mem.k_free, slot, n)
+                if segment_refs:
+                    keys = pl.ds((start + n) * block_kv, block_kv)
+                    plgpu.copy_gmem_to_smem(segment_refs[1].at[batch, keys], mem.kv_ids.at[slot], mem.k_full.at[slot])
+                load(vo, v_ref, mem.v_smem, mem.v_full, mem.v_free, v_slot(step + n), n)
 
             for c in range(cfg.consumers):
                 rows = pl.ds(row + c * WGMMA_ROWS, WGMMA_ROWS)
                 plgpu.barrier_wait(mem.q_free.at[c])
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], mem.q_smem.at[c], mem.q_full.at[c])
-                plgpu.copy_gmem_to_smem(do_ref.at[batch, rows, head], mem.do_smem.at[c], mem.do_full.at[c])
+                q_rows, do_rows = qk.columns(q_ref.at[batch, rows, head]), vo.columns(do_ref.at[batch, rows, head])
+                plgpu.copy_gmem_to_smem(q_rows, mem.q_smem.at[c], mem.q_full.at[c])
+                if segment_refs:
+                    plgpu.copy_gmem_to_smem(segment_refs[0].at[batch, rows], mem.q_ids.at[c], mem.q_full.at[c])
+                plgpu.copy_gmem_to_smem(do_rows, mem.do_smem.at[c], mem.do_full.at[c])
             lax.fori_loop(0, count, load_both, None)
             return step + count
 
@@ -163,10 +190,10 @@ def _kernel(
             for slot in range(free.shape[0]):
                 plgpu.barrier_arrive(free.at[slot])
         q_tile = mem.q_smem.at[wg]
-        narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, head_dim)
+        narrow, wide = (WGMMA_ROWS, block_kv), (WGMMA_ROWS, qk.width)
 
         def tile(scores: Scores, i, step):
-            batch, head, row, start, count = decode(i)
+            batch, head, row, start, count, clear, clear_end = decode(i)
             row = row + wg * WGMMA_ROWS
             rows = pl.ds(row, WGMMA_ROWS)
             lse = scores.of_queries(lse_ref.at[batch, head, rows], optimized=False)
@@ -177,6 +204,11 @@ def _kernel(
             def advance(n, dq):
                 k, v = k_slot(step + n), v_slot(step + n)
                 q_tile, do_tile = mem.q_smem.at[unhoisted(wg, n)], mem.do_smem.at[unhoisted(wg, n)]
+                hides = None
+                if packed:
+                    ids = (mem.q_ids.at[wg], mem.kv_ids.at[k]) if segment_refs else ()
+                    words = load_words(words_ref, batch, (start + n) * block_kv, row, narrow)
+                    hides = Hides(is_cut(start + n, clear, clear_end), *ids, words=words)
                 plgpu.barrier_wait(mem.k_full.at[k])
 
                 def gradient(s_acc, dp_acc):
@@ -184,7 +216,7 @@ def _kernel(
                     plgpu.barrier_wait(mem.v_full.at[v])
                     mma.multiply(dp_acc, do_tile, mem.v_smem.at[v], b_t=True)
                     s = mma.result(s_acc, in_flight=1)
-                    p, t = scores.weights(s, lse, batch, (start + n) * block_kv, row)
+                    p, t = scores.weights(s, lse, (start + n) * block_kv, row, hides)
                     dp = mma.result(dp_acc)
                     plgpu.barrier_arrive(mem.v_free.at[v])
                     p = scores.restored(p, batch, head, row)
@@ -206,7 +238,7 @@ def _kernel(
             # The gradient is stored through the memory of Q.
             q_tile[...] = (dq * scale).astype(dq_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[batch, rows, head])
+            plgpu.copy_smem_to_gmem(q_tile, qk.columns(dq_ref.at[batch, rows, head]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(mem.q_free.at[wg])
             return step + count
@@ -214,6 +246,6 @@ def _kernel(
         def consume(scores: Scores):
             lax.fori_loop(0, table_ref[block, 0], functools.partial(tile, scores), jnp.int32(0))
 
-        scores = Scores(band, scale, soft_cap, tuple(segment_refs), query_axis=0, ragged=band.kv_len % block_kv != 0)
+        scores = Scores(band, scale, soft_cap, query_axis=0, ragged=band.kv_len % block_kv != 0)
         with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

@@ -1,9 +1,11 @@
-"""Where dQ is summed up: float32 in global memory, to which every block of keys adds its part.
+"""Where a gradient is summed up: float32 in global memory, to which several blocks add their parts.
+
+dQ always is, dK and dV where the queries of a tile of keys are divided among blocks.
 
 There are two ways. `bulk`: the part goes to shared memory and the copy engine adds it. `registers`: vector reductions
 straight from registers, which need no shared memory and no barriers, but need 16 adjacent bytes per thread; so the
-buffer keeps the register order of the matrix units, and a small second kernel brings dQ into its real layout, scales
-and rounds it. Which is faster depends on the head dim: `docs/hopper.md`.
+buffer keeps the register order of the matrix units, and a small second kernel brings the sum into its real layout,
+scales and rounds it. Which is faster for dQ depends on the head dim: `docs/hopper.md`.
 """
 
 from __future__ import annotations
@@ -22,44 +24,44 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
 from ejkernel.kernels.hopper.chip import WARPGROUP, WGMMA_ROWS
-from ejkernel.kernels.hopper.launch import swizzled
 from ejkernel.kernels.hopper.wgmma import inline_mgpu
 
 _BYTES = 16  # What a thread reduces at a time: two adjacent elements of a row, and the two that are 8 rows below.
-_SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class QueryGradient:
-    """The float32 sum of dQ, in pieces of 64 rows and `cols` columns."""
+class GradientSum:
+    """The float32 sum of a gradient, in pieces of 64 rows and `cols` columns, and in whole blocks of `block` rows."""
 
     batch: int
     length: int
     heads: int
-    head_dim: int
+    operand: Operand
     cols: int
-    block_q: int
+    block: int
     bulk: bool
     interpret: bool
 
     def zeros(self) -> jax.Array:
         if self.bulk and not self.interpret:
-            return jnp.zeros((self.batch, self.heads, self.length, self.head_dim), jnp.float32)
-        # Whole blocks of queries: rows past the end are added too, as zeros.
-        blocks = -(-self.length // self.block_q) * self.block_q // WGMMA_ROWS
+            return jnp.zeros((self.batch, self.heads, self.length, self.operand.width), jnp.float32)
+        # Rows past the end are added too, as zeros.
+        blocks = -(-self.length // self.block) * self.block // WGMMA_ROWS
         piece = (WGMMA_ROWS, self.cols) if self.interpret else (WGMMA_ROWS * self.cols,)
-        return jnp.zeros((self.batch, self.heads, blocks, self.head_dim // self.cols, *piece), jnp.float32)
+        return jnp.zeros((self.batch, self.heads, blocks, self.operand.width // self.cols, *piece), jnp.float32)
 
     def staging(self, consumers: int) -> Any:
         """Returns the shared memory that `add` needs, if any."""
         if not self.bulk or self.interpret:
             return None
-        return plgpu.SMEM((consumers, WGMMA_ROWS, self.cols), jnp.float32, transforms=_SWIZZLED_F32)
+        return plgpu.SMEM((consumers, WGMMA_ROWS, self.cols), jnp.float32, transforms=SWIZZLED_F32)
 
     def piece(self, ref: Any, batch: Any, head: Any, row: Any, wg: Any) -> Any:
-        """Returns the part of `ref` that warpgroup `wg` adds to in a step whose first query is `row`."""
-        by_rows = self.cols == self.head_dim
+        """Returns the part of `ref` that warpgroup `wg` adds to in a block of rows that starts at `row`."""
+        by_rows = self.cols == self.operand.width
         if not self.bulk or self.interpret:
             block = lax.div(row, jnp.int32(WGMMA_ROWS))
             return ref.at[batch, head, block + wg, 0] if by_rows else ref.at[batch, head, block, wg]
@@ -95,29 +97,30 @@ class QueryGradient:
         reduce(piece, value)
 
     def finish(self, total: jax.Array, scale: float, dtype: Any) -> jax.Array:
-        """Returns `[B, T, H, D]` in `dtype`."""
+        """Returns `[B, T, H, D]` in `dtype`, with the operand's `dim` columns."""
         if self.interpret:
-            rows = total.swapaxes(3, 4).reshape(self.batch, self.heads, -1, self.head_dim)[:, :, : self.length]
+            rows = total.swapaxes(3, 4).reshape(self.batch, self.heads, -1, self.operand.width)
+            rows = rows[:, :, : self.length]
             return (rows * scale).astype(dtype).swapaxes(1, 2)
         if self.bulk:
-            return (total * scale).astype(dtype).swapaxes(1, 2)
+            return (total[..., : self.operand.dim] * scale).astype(dtype).swapaxes(1, 2)
         return plgpu.kernel(
-            functools.partial(_finish, cols=self.cols, scale=scale),
-            out_type=jax.ShapeDtypeStruct((self.batch, self.length, self.heads, self.head_dim), dtype),
+            functools.partial(_finish, operand=self.operand, cols=self.cols, scale=scale),
+            out_type=jax.ShapeDtypeStruct((self.batch, self.length, self.heads, self.operand.dim), dtype),
             grid=(-(-self.length // WGMMA_ROWS), self.heads, self.batch),
             grid_names=("block", "head", "batch"),
             num_threads=1,
             thread_name="warpgroup",
-            scratch_types={"smem": swizzled((WGMMA_ROWS, self.head_dim), dtype)},
+            scratch_types={"smem": self.operand.memory(WGMMA_ROWS, dtype=dtype)},
             compiler_params=plgpu.CompilerParams(
                 unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
             ),
         )(total)
 
 
-def _finish(total_ref, dq_ref, *, smem, cols: int, scale: float):
+def _finish(total_ref, out_ref, *, smem, operand: Operand, cols: int, scale: float):
     block, head, batch = lax.axis_index("block"), lax.axis_index("head"), lax.axis_index("batch")
-    for part in range(dq_ref.shape[3] // cols):
+    for part in range(operand.width // cols):
 
         @inline_mgpu(
             arg_types=(plgpu.RefType(),),
@@ -142,9 +145,10 @@ def _finish(total_ref, dq_ref, *, smem, cols: int, scale: float):
             return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
         value = load(total_ref.at[batch, head, block, part])
-        smem.at[:, pl.ds(part * cols, cols)][...] = (value * scale).astype(dq_ref.dtype)
+        smem.at[:, pl.ds(part * cols, cols)][...] = (value * scale).astype(out_ref.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem, dq_ref.at[batch, pl.ds(block * WGMMA_ROWS, WGMMA_ROWS), head])
+    rows = out_ref.at[batch, pl.ds(block * WGMMA_ROWS, WGMMA_ROWS), head]
+    plgpu.copy_smem_to_gmem(smem, operand.columns(rows))
     plgpu.wait_smem_to_gmem(0)
 
 

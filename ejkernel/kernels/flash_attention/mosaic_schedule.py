@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,15 +29,28 @@ def tile_table(*, heads: int, steps: tuple[int, ...], blocks: int, head_group: i
     ]
     if not persistent:
         return np.array([[1, tile] for tile in order], np.int32)
-    blocks = min(blocks, len(order))
+    lists, _ = deal([(tile, steps[tile % len(steps)] + _TILE_OVERHEAD_STEPS) for tile in order], blocks)
+    return as_table(lists)
+
+
+def deal(items: Sequence[tuple[int, float]], blocks: int) -> tuple[list[list[int]], float]:
+    """Returns the items of each block, and when the last block ends; an item is its number and what it costs.
+
+    The next item goes to the block that is free first.
+    """
+    blocks = min(blocks, len(items))
     lists: list[list[int]] = [[] for _ in range(blocks)]
     free_at = [(0.0, block) for block in range(blocks)]
-    for tile in order:
-        time, block = heapq.heappop(free_at)
-        lists[block].append(tile)
-        heapq.heappush(free_at, (time + steps[tile % len(steps)] + _TILE_OVERHEAD_STEPS, block))
-    table = np.zeros((blocks, 1 + max(map(len, lists))), np.int32)
-    for block, tiles in enumerate(lists):
-        table[block, 0] = len(tiles)
-        table[block, 1 : 1 + len(tiles)] = tiles
+    for item, cost in items:
+        time, block = free_at[0]
+        lists[block].append(item)
+        heapq.heapreplace(free_at, (time + cost, block))
+    return lists, max(time for time, _ in free_at)
+
+
+def as_table(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns one row for each list: how many items it has, then the items."""
+    table = np.zeros((len(lists), 1 + max(map(len, lists))), np.int32)
+    for block, items in enumerate(lists):
+        table[block, : 1 + len(items)] = (len(items), *items)
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel._compat import load_with_layout
+from ejkernel.kernels.flash_attention.mosaic_bits import BITS
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 
 _LOG2E = math.log2(math.e)
 _VECTORS = (plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0))  # Along the rows, along the columns.
+
+
+class Hides(NamedTuple):
+    """What hides keys of a tile besides the band, and whether anything does.
+
+    `queries` and `keys` are the segments' ids, `optimized` if in shared memory. `words` are bits of a mask: a vector
+    along the rows of the tile for every 32 columns.
+    """
+
+    cut: Any
+    queries: Any = None
+    keys: Any = None
+    optimized: bool = True
+    words: tuple[jax.Array, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +46,6 @@ class Scores:
     band: Band
     scale: float
     soft_cap: float | None
-    segments: tuple[Any, ...]
     query_axis: int
     ragged: bool
     rest: Any = None
@@ -40,16 +54,15 @@ class Scores:
         """Loads a vector along the queries of a tile; `optimized=False` from global memory."""
         return load_with_layout(ref, layout=_VECTORS[self.query_axis], optimized=optimized)
 
-    def weights(self, s: jax.Array, lse: jax.Array, batch: Any, col: Any, row: Any) -> tuple[jax.Array, jax.Array]:
+    def weights(
+        self, s: jax.Array, lse: jax.Array, col: Any, row: Any, hides: Hides | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the weights of a tile from key `col` and query `row` on, and what `gradient` needs."""
         t = s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
         capped = t if self.soft_cap is None else self.soft_cap * t
-        if self.segments:
-            capped = self._masked(capped, batch, col, row)
-        elif self.band.upper is not None or self.band.lower is not None or self.ragged:
-            capped = lax.cond(
-                self._cuts(col, row, s.shape), lambda x: self._masked(x, batch, col, row), lambda x: x, capped
-            )
+        if hides is not None or self.band.upper is not None or self.band.lower is not None or self.ragged:
+            cut = self._cuts(col, row, s.shape, hides)
+            capped = lax.cond(cut, lambda x: self._masked(x, col, row, hides), lambda x: x, capped)
         factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
         p = jnp.exp2(capped * factor - lax.broadcast_in_dim(lse, s.shape, [self.query_axis]))
         return lax.optimization_barrier(p), t
@@ -70,7 +83,7 @@ class Scores:
     def _key_axis(self) -> int:
         return 1 - self.query_axis
 
-    def _masked(self, s: jax.Array, batch: Any, col: Any, row: Any) -> jax.Array:
+    def _masked(self, s: jax.Array, col: Any, row: Any, hides: Hides | None) -> jax.Array:
         columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         rows = plgpu.broadcasted_iota(jnp.int32, s.shape[:1], 0, layout=_VECTORS[0])
         # Bounds of the columns are vectors along the rows, two registers per thread; a matrix of differences would need
@@ -84,23 +97,20 @@ class Scores:
             # Keys past the end are zeros, but their weights may be infinite.
             keys = lax.broadcast_in_dim(rows + row, s.shape, [0]) if self.query_axis else columns + col
             s = jnp.where(keys < self.band.kv_len, s, -jnp.inf)
-        if self.segments:
-            q_ids = self.of_queries(self.segments[0].at[batch, pl.ds(row, s.shape[self.query_axis])], optimized=False)
-            kv_ids = load_with_layout(
-                self.segments[1].at[batch, pl.ds(col, s.shape[self._key_axis])],
-                layout=_VECTORS[self._key_axis],
-                optimized=False,
-            )
-            same = lax.broadcast_in_dim(q_ids, s.shape, [self.query_axis]) == lax.broadcast_in_dim(
-                kv_ids, s.shape, [self._key_axis]
-            )
+        if hides is not None and hides.words:
+            s = jnp.where(_bits(hides.words, columns) != 0, s, -jnp.inf)
+        if hides is not None and hides.queries is not None:
+            q_ids = self.of_queries(hides.queries, optimized=hides.optimized)
+            q_ids = lax.broadcast_in_dim(q_ids, s.shape, [self.query_axis])
+            kv_ids = load_with_layout(hides.keys, layout=_VECTORS[self._key_axis], optimized=hides.optimized)
+            same = q_ids == lax.broadcast_in_dim(kv_ids, s.shape, [self._key_axis])
             s = jnp.where(same, s, -jnp.inf)
         return s
 
-    def _cuts(self, col: Any, row: Any, shape: tuple[int, ...]) -> Any:
-        """Returns whether an edge of the band, or the end of the keys, runs through the tile."""
+    def _cuts(self, col: Any, row: Any, shape: tuple[int, ...], hides: Hides | None) -> Any:
+        """Returns whether an edge of the band or of a segment, or the end of the keys, runs through the tile."""
         keys, queries = shape[self._key_axis], shape[self.query_axis]
-        cut = jnp.bool_(False)
+        cut = jnp.bool_(False) if hides is None else hides.cut
         if self.band.upper is not None:
             cut = cut | (col + (keys - 1) - row > self.band.upper)
         if self.band.lower is not None:
@@ -108,6 +118,34 @@ class Scores:
         if self.ragged:
             cut = cut | (col + keys > self.band.kv_len)
         return cut
+
+
+def load_words(words: Any, batch: Any, col: Any, row: Any, shape: tuple[int, int]) -> tuple[jax.Array, ...]:
+    """Loads the bits of a tile of rows from `row`, and columns from `col` on; none if there is no mask."""
+    if words is None:
+        return ()
+    batch, first = batch if words.shape[0] > 1 else 0, lax.div(col, jnp.int32(BITS))
+    vectors = (words.at[batch, first + n, pl.ds(row, shape[0])] for n in range(shape[1] // BITS))
+    return tuple(load_with_layout(vector, layout=_VECTORS[0], optimized=False) for vector in vectors)
+
+
+def facts_hide(facts: Any, cut: Any, batch: Any, col: Any, row: Any, shape: tuple[int, int]) -> Hides | None:
+    """Returns what hides keys of a tile of keys by queries, read from global memory."""
+    if not facts.known:
+        return None
+    ids = ()
+    if facts.whole_ids:
+        q_ids, kv_ids = (ref.at[batch] for ref in facts.whole_ids)
+        ids = q_ids.at[pl.ds(row, shape[1])], kv_ids.at[pl.ds(col, shape[0])]
+    return Hides(cut, *ids, optimized=False, words=load_words(facts.key_words, batch, row, col, shape))
+
+
+def _bits(words: tuple[jax.Array, ...], columns: jax.Array) -> jax.Array:
+    """Returns the bit of every element; which word a register needs is known to the compiler."""
+    word = lax.broadcast_in_dim(words[0], columns.shape, [0])
+    for n, other in enumerate(words[1:], 1):
+        word = jnp.where(columns >= n * BITS, lax.broadcast_in_dim(other, columns.shape, [0]), word)
+    return lax.shift_right_logical(word, columns & (BITS - 1)) & 1
 
 
 def with_or_without_rest(consume: Callable[[Scores], None], scores: Scores, rest_ref: Any, lost_ref: Any) -> None:

@@ -9,7 +9,6 @@ from ejkernel._compat import mosaic_kernels_take_refs
 from ejkernel.kernels.flash_attention.config import default_backward, default_forward
 
 _MAX_DIM = 256
-_BACKWARD_DIMS = (64, 128, 256)
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -45,23 +44,12 @@ def unsupported(
         return f"scale must be positive, got {scale}"
     if (reason := default_forward(head_dim, value_dim).unfit(head_dim, value_dim)) is not None:
         return reason
-    return _unsupported_backward_arrays(q, k, v) if backward else None
+    return unsupported_backward(head_dim, value_dim) if backward else None
 
 
-def _unsupported_backward_arrays(
-    q: jax.Array | jax.ShapeDtypeStruct, k: jax.Array | jax.ShapeDtypeStruct, v: jax.Array | jax.ShapeDtypeStruct
-) -> str | None:
-    q_len, kv_len, head_dim, value_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-    if head_dim != value_dim or head_dim not in _BACKWARD_DIMS:
-        return f"no backward pass at head dims {head_dim} and {value_dim}, only at 64, 128 and 256 for both"
-    if q_len % 8 or kv_len % 8:
-        return f"the backward pass needs lengths that are multiples of 8 (rows of a tile), got {q_len} and {kv_len}"
-    return unsupported_backward(head_dim)
-
-
-def unsupported_backward(head_dim: int) -> str | None:
-    """Returns why there is no backward pass at `head_dim`, or `None` if there is one."""
+def unsupported_backward(head_dim: int, value_dim: int | None = None) -> str | None:
+    """Returns why there is no backward pass at these dims, or `None` if there is one."""
     if not mosaic_kernels_take_refs():
         return "no backward pass on JAX 0.10: its Mosaic GPU kernels cannot add to an array in place"
-    reason = default_backward(head_dim).unfit(head_dim)
-    return None if reason is None else f"no backward pass at head dim {head_dim}: {reason}"
+    reason = default_backward(head_dim, value_dim).unfit(head_dim, value_dim)
+    return None if reason is None else f"no backward pass at head dims {head_dim} and {value_dim}: {reason}"

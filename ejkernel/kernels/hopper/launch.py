@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def launch(
     body: Callable[..., None],
-    *arrays: jax.Array,
+    *arrays: Any,
     out_type: Any,
     blocks: int,
     cluster: int,
@@ -34,9 +35,13 @@ def launch(
     scratch: Mapping[str, Any],
     interpret: Any,
 ) -> Any:
-    """Runs `body` in `blocks` blocks of `consumers` warpgroups and a producer, and returns what it wrote."""
+    """Runs `body` in `blocks` blocks of `consumers` warpgroups and a producer, and returns what it wrote.
+
+    `arrays` may be trees of them, None among them.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
     return plgpu.kernel(
-        body,
+        functools.partial(_call, body, tree),
         out_type=out_type,
         grid=(blocks,),
         grid_names=("block",),
@@ -51,4 +56,10 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-    )(*arrays)
+    )(*leaves)
+
+
+def _call(body: Callable[..., None], tree: Any, *refs: Any, **scratch: Any) -> None:
+    """Calls `body` with the references to the arrays as they were given, then with the others."""
+    count = tree.num_leaves
+    body(*jax.tree.unflatten(tree, refs[:count]), *refs[count:], **scratch)

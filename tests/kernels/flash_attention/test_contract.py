@@ -55,9 +55,8 @@ REFUSES = {
         "wide bias of a key",
     },
     "mosaic": {
-        "wide head dim 80", "wide value dim 64", "wide odd lengths", "wide dropout", "wide bias", "wide float32",
-        "wide packed, other keys", "wide mask", "wide mask of heads", "wide mask of keys", "wide bias of all heads",
-        "wide bias of a key",
+        "wide dropout", "wide bias", "wide float32", "wide packed, other keys", "wide mask of heads",
+        "wide bias of all heads", "wide bias of a key",
     },
 }  # fmt: skip
 """Names of cases that an implementation does not serve, forward or backward; all others it must."""

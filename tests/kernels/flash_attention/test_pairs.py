@@ -114,9 +114,9 @@ def fake_hopper(monkeypatch):
         out, sums = xla.forward(q, k, v, extras, rules)
         return out, sums.lse / jnp.log(2.0), sums.rest / jnp.log(2.0)
 
-    def backward(q, k, v, out, lse, rest, dout, *, q_segment_ids, kv_segment_ids, cfg=None, **rules):
+    def backward(q, k, v, out, lse, rest, dout, *, q_segment_ids, kv_segment_ids, mask, cfg=None, **rules):
         rules = Rules(**rules)
-        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, mask=mask)
         lse, rest = lse * jnp.log(2.0), rest * jnp.log(2.0)
         dout, delta = masks.unlost(dout, masks.row_products(out, dout, lse.dtype), rest)
         return xla.backward(q, k, v, extras, rules, lse, delta, dout)[:3]
