@@ -19,7 +19,7 @@ _HOMES = {
     "kernels.flash_attention.reference": ("ReferenceTooLargeError",),
     "modules.grouped_matmul": ("GroupedMatmulArgumentError",),
     "modules.linear_cross_entropy": ("LossArgumentError",),
-    "modules.rms_norm": ("NormArgumentError",),
+    "modules.norms": ("NormArgumentError",),
     "ops.config.cache": ("CacheKeyError",),
     "ops.config.kinds": ("ConfigClassError", "ConfigClassWarning"),
     "ops.config.policy": ("PolicyError",),

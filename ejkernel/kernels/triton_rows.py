@@ -38,6 +38,28 @@ def space(columns: int, arrays: int) -> list[RowParams]:
     return [RowParams(rows=r, num_warps=w) for r, w in sizes if 0 < w <= 32 and (r == rows or r * width <= 16384)]
 
 
+def staying_space(columns: int) -> list[RowParams]:
+    """For programs that work on several blocks and keep a sum: blocks of two arrays, and programs that fit together."""
+    width = pl.next_power_of_2(columns)
+    warps, rows = min(max(width // 512, 4), 16), max(2048 // width, 1)
+    sizes = [(rows, warps, max(32 // warps, 1))]
+    sizes += [(r, w, p) for r in (rows, 2 * rows, 4 * rows) for w in (warps // 2, warps, 2 * warps) for p in (1, 2, 4, 8)]
+    fits = lambda r, w, p: 1 <= w <= 32 and 16 <= w * p <= 64 and r * width <= 1024 * w
+    first, *rest = sizes
+    return [RowParams(rows=r, num_warps=w, programs=p) for r, w, p in [first, *(s for s in rest if fits(*s))]]
+
+
+def flat(x: Any) -> Any:
+    """An array as a table; None stays None."""
+    return None if x is None else x.reshape(table(x))
+
+
+def wide(x: Array) -> Array:
+    """In float32; one number per row as a column."""
+    x = x.astype(jnp.float32)
+    return x[:, None] if x.ndim == 1 else x
+
+
 def table(x: Any) -> tuple[int, int]:
     """Rows and columns of an array."""
     return x.size // x.shape[-1], x.shape[-1]
@@ -56,11 +78,19 @@ class Block:
             "step": ((step, column), inside[1]),
         }
 
-    def load(self, ref: Any, what: str = "whole") -> Array:
-        """In float32: the block, or its part of an array of one number per row or column."""
+    def raw(self, ref: Any, what: str = "whole") -> Array:
+        """The block, or its part of an array of one number per row or column."""
         at, mask = self._places[what]
-        found = plgpu.load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
+        return plgpu.load(ref.at[at], mask=mask, other=0.0)
+
+    def load(self, ref: Any, what: str = "whole") -> Array:
+        """The same in float32."""
+        found = self.raw(ref, what).astype(jnp.float32)
         return found[:, None] if what == "rows" else found
+
+    def inside(self, value: Array) -> Array:
+        """`value`, with zeros in place of what lies outside the array."""
+        return jnp.where(self._places["whole"][1], value, 0.0)
 
     def store(self, ref: Any, value: Array, what: str = "whole") -> None:
         """As `load`; "step" is the step's own row."""

@@ -10,6 +10,9 @@ from ejkernel.modules.grouped_matmul import GroupedMatmul as GroupedMatmul
 from ejkernel.modules.grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
 from ejkernel.modules.grouped_matmul import grouped_matmul as grouped_matmul
 from ejkernel.modules.grouped_matmul import ragged_dot as ragged_dot
+from ejkernel.modules.layer_norm import LayerNorm as LayerNorm
+from ejkernel.modules.layer_norm import LayerNormConfig as LayerNormConfig
+from ejkernel.modules.layer_norm import layer_norm as layer_norm
 from ejkernel.modules.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from ejkernel.modules.linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from ejkernel.modules.linear_cross_entropy import LossStatistics as LossStatistics

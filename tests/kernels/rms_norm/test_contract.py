@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.rows import RowParams
 from ejkernel.modules import RmsNorm, rms_norm
-from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
+from ejkernel.modules.norms import NormArgumentError
+from ejkernel.modules.rms_norm import RmsNormConfig
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
 from tests.kernels.contract import OperationCase, check, check_inside_shard_map, through
 
@@ -43,6 +44,15 @@ CASES = [
     case("float16, residual", 6, 64, dtype="float16", residual=True, limit=8e-3),
     case("no rows", 0, 8, refused_by=frozenset({"triton"})),
 ]
+LANES = [
+    case("plain, not even", 21, 128),
+    case("without a scale", 16, 128, scale=False),
+    case("residual, scale offset", 2, 24, 256, residual=True, kwargs={"scale_offset": 1.0}),
+    case("one row", 1, 128),
+    case("bfloat16, residual", 40, 128, residual=True, dtype="bfloat16"),
+    case("odd columns", 4, 37, refused_by=frozenset({"pallas"})),
+    case("float16", 4, 128, dtype="float16", refused_by=frozenset({"pallas"})),
+]
 
 
 @pytest.mark.thin(2)
@@ -50,6 +60,12 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_with_float64_or_refuses(case, platform):
     check(RmsNorm, platform, case, oracle)
+
+
+@pytest.mark.parametrize("case", LANES, ids=lambda case: case.name)
+def test_tpu_backend_agrees_with_float64_or_refuses(case):
+    blocks = RowParams(rows=16)
+    check(RmsNorm, "pallas", case, oracle, fwd_params=blocks, bwd_params=blocks)
 
 
 @pytest.mark.parametrize("platform", ["xla", "triton"])

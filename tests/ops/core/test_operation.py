@@ -8,7 +8,8 @@ import pytest
 
 import ejkernel
 from ejkernel.modules import RmsNorm
-from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
+from ejkernel.modules.norms import NormArgumentError
+from ejkernel.modules.rms_norm import RmsNormConfig
 from ejkernel.ops import Invocation, from_json, to_json
 from ejkernel.ops.core.backend import Backend, ParamsTypeError
 from ejkernel.ops.core.dispatch import UnsupportedCallError
