@@ -10,6 +10,7 @@ backward is measured alone, from what its forward kept. Bytes and operations are
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import os
 import random
@@ -29,6 +30,11 @@ SHAPES = ((16384, 4096), (8192, 8192), (65536, 1024))
 
 def device_ms(call):
     """The sum of a call's kernels."""
+    return sum(ms for _, ms in kernels_of(call))
+
+
+def kernels_of(call):
+    """Names and times of a call's kernels."""
     from jax._src.lib import mosaic_gpu
 
     extension = mosaic_gpu._mosaic_gpu_ext
@@ -37,7 +43,16 @@ def device_ms(call):
         call()
     finally:
         kernels = extension._cupti_get_timings(False)
-    return sum(ms for _, ms in kernels)
+    return kernels
+
+
+def print_kernels(title, call, most=14):
+    """What a call spends its time in."""
+    total = collections.defaultdict(list)
+    for name, ms in kernels_of(call):
+        total[name].append(ms)
+    for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:most]:
+        print(f"  {title}: {sum(times):.3f} ms, {len(times)} x {name[:90]}", flush=True)
 
 
 def measure(calls, rounds):
@@ -99,11 +114,9 @@ def norm_jobs(op_id, args, sweep):
     given = [args[i] for i in moving]
     like = lambda out: jax.tree.map(lambda a: jax.random.normal(jax.random.key(9), a.shape, a.dtype), out)
     prepared, statics = kernel.prepare(*args)
-    inv = kernel.create_invocation(*args) if hasattr(kernel, "create_invocation") else None
     forwards = {"plain JAX": (jax.jit(lambda *m: plain_norm(op_id, fill(m))), given)}
     plain_pull = lambda dout, *m: jax.vjp(lambda *m: plain_norm(op_id, fill(m)), *m)[1](dout)
     triton = kernel.backend("triton").functions
-    shape = args[0]
     fake = type("Call", (), {"args": prepared, "kwargs": statics})
     spaces = {False: triton.forward_space(fake), True: triton.backward_space(fake)}
     run = lambda params: lambda *m: triton.forward(*fill(m), params=params, interpret=False, **statics)
@@ -120,7 +133,6 @@ def norm_jobs(op_id, args, sweep):
                 backwards[name] = (jax.jit(pull(params)), (saved, None if len(prepared) and prepared[-1] is None else out, dout, *given))
             else:
                 forwards[name] = (jax.jit(lambda *m, f=run(params): f(*m)[0]), given)
-    del shape, inv
     return forwards, backwards, dout
 
 
@@ -185,6 +197,8 @@ def loss(options):
             if options.torch:
                 calls["torch.compile"] = torch_loss(x, weights, labels, name)
             times = measure(calls, options.rounds)
+            for n, call in calls.items() if options.kernels else ():
+                print_kernels(n, call)
             report(f"{workload}, {name}", times, work, (1, "TFLOP/s"), {n: memory for n, (_, memory) in made.items()})
 
 
@@ -210,6 +224,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--sweep", action="store_true", help="every config, not only the guess")
     parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="what the losses spend their time in")
     parser.add_argument("--residual", action="store_true", help="norms with a residual, too")
     options = parser.parse_args()
     print(f"{jax.local_devices()[0].device_kind}, JAX {jax.__version__}, CUPTI, {options.rounds} rounds\n")
