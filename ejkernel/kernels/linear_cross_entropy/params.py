@@ -50,7 +50,7 @@ def guess(rows: int, weights: Any) -> ChunkParams:
     loss_rows = max(LOSS_BYTES[device_kind()] // (width * weights.dtype.itemsize), 1)
     loss_rows = min(1 << (loss_rows.bit_length() - 1), rows)
     if device_kind() == "cpu":
-        return ChunkParams(rows=min(rows, 256), columns=2048, loss_rows=loss_rows)
+        return ChunkParams(rows=min(rows, 256), columns=4096, loss_rows=loss_rows)
     wide = kept_dtype(weights).itemsize > 2
     return ChunkParams(rows=rows if rows <= (height if wide else 2 * height) else height, columns=8192, loss_rows=loss_rows)
 
