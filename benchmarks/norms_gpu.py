@@ -88,7 +88,9 @@ def report(title, times, work, unit, memory=None):
     for name, ms in sorted(times.items(), key=lambda item: item[1]):
         space = f" | {memory[name] / 1e6:.0f} MB" if memory and name in memory else " |"
         ratio = f"{best / ms:.3f}" if best else "-"
-        print(f"| {title} | {name} | {ms:.4f} | {work / ms / 1e9 * unit[0]:.2f} {unit[1]} | {ratio}{space} |", flush=True)
+        print(
+            f"| {title} | {name} | {ms:.4f} | {work / ms / 1e9 * unit[0]:.2f} {unit[1]} | {ratio}{space} |", flush=True
+        )
 
 
 # --- Norms ---
@@ -123,14 +125,21 @@ def norm_jobs(op_id, args, sweep):
     out, saved = jax.block_until_ready(jax.jit(run(spaces[False][0]))(*given))
     dout = like(out)
     backwards = {"plain JAX": (jax.jit(plain_pull), (dout, *given))}
-    pull = lambda params: lambda saved, out, dout, *m: tuple(
-        g for g in triton.backward(saved, out, dout, *fill(m), params=params, interpret=False, **statics) if g is not None
+    pull = lambda params: (
+        lambda saved, out, dout, *m: tuple(
+            g
+            for g in triton.backward(saved, out, dout, *fill(m), params=params, interpret=False, **statics)
+            if g is not None
+        )
     )
     for backward, space in spaces.items():
         for i, params in enumerate(dict.fromkeys(space if sweep else space[:1])):
             name = f"triton {params.rows} x {params.num_warps} x {params.programs}{' (guess)' if not i else ''}"
             if backward:
-                backwards[name] = (jax.jit(pull(params)), (saved, None if len(prepared) and prepared[-1] is None else out, dout, *given))
+                backwards[name] = (
+                    jax.jit(pull(params)),
+                    (saved, None if len(prepared) and prepared[-1] is None else out, dout, *given),
+                )
             else:
                 forwards[name] = (jax.jit(lambda *m, f=run(params): f(*m)[0]), given)
     return forwards, backwards, dout
@@ -145,7 +154,10 @@ def norm(op_id, options):
             args = [x, scale, *([offset] if op_id == "layer_norm" else []), residual if with_residual else None]
             forwards, backwards, dout = norm_jobs(op_id, args, options.sweep)
             size = 2 * rows * columns
-            for name, jobs, arrays in (("forward", forwards, 2 + 2 * with_residual), ("backward", backwards, 3 + with_residual)):
+            for name, jobs, arrays in (
+                ("forward", forwards, 2 + 2 * with_residual),
+                ("backward", backwards, 3 + with_residual),
+            ):
                 made = compiled(jobs)
                 calls = {n: call for n, (call, _) in made.items()}
                 if options.torch:
@@ -192,7 +204,9 @@ def loss(options):
         ours = lambda x, w, y: modules.linear_cross_entropy(x, w, y)
         for name, work in (("forward", workload.flops), ("with gradients", workload.flops + workload.backward_flops)):
             make = (lambda f: jax.jit(f)) if name == "forward" else (lambda f: jax.jit(jax.value_and_grad(f, (0, 1))))
-            made = compiled({n: (make(f), (x, weights, labels)) for n, f in (("plain JAX", plain_loss), ("ejkernel", ours))})
+            made = compiled(
+                {n: (make(f), (x, weights, labels)) for n, f in (("plain JAX", plain_loss), ("ejkernel", ours))}
+            )
             calls = {n: call for n, (call, _) in made.items()}
             if options.torch:
                 calls["torch.compile"] = torch_loss(x, weights, labels, name)

@@ -43,7 +43,9 @@ def staying_space(columns: int) -> list[RowParams]:
     width = pl.next_power_of_2(columns)
     warps, rows = min(max(width // 512, 4), 16), max(2048 // width, 1)
     sizes = [(rows, warps, max(32 // warps, 1))]
-    sizes += [(r, w, p) for r in (rows, 2 * rows, 4 * rows) for w in (warps // 2, warps, 2 * warps) for p in (1, 2, 4, 8)]
+    sizes += [
+        (r, w, p) for r in (rows, 2 * rows, 4 * rows) for w in (warps // 2, warps, 2 * warps) for p in (1, 2, 4, 8)
+    ]
     fits = lambda r, w, p: 1 <= w <= 32 and 16 <= w * p <= 64 and r * width <= 1024 * w
     first, *rest = sizes
     return [RowParams(rows=r, num_warps=w, programs=p) for r, w, p in [first, *(s for s in rest if fits(*s))]]

@@ -24,7 +24,9 @@ class LayerNorm(norms.NormOperation[LayerNormConfig], op_id="layer_norm"):
     """`(x - mean(x)) / sqrt(variance(x) + epsilon) · scale + offset`; positional: x, scale, offset, residual."""
 
     backends = (
-        Backend("triton", "ejkernel.kernels.layer_norm.triton", RowParams, RowParams, capability=(8, 0), interpret=True),
+        Backend(
+            "triton", "ejkernel.kernels.layer_norm.triton", RowParams, RowParams, capability=(8, 0), interpret=True
+        ),
         Backend("pallas", "ejkernel.kernels.layer_norm.pallas", RowParams, RowParams, interpret=True),
         Backend("xla", xla),
     )

@@ -51,7 +51,17 @@ class LossArgumentError(EjkernelError, ValueError):
 class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any], op_id="linear_cross_entropy"):
     """`cross_entropy(x @ weights + bias, labels)`; positional: x, weights, labels, bias."""
 
-    backends = (Backend("xla", xla, ChunkParams, ChunkParams),)
+    backends = (
+        Backend(
+            "triton",
+            "ejkernel.kernels.linear_cross_entropy.triton",
+            ChunkParams,
+            ChunkParams,
+            capability=(8, 0),
+            interpret=True,
+        ),
+        Backend("xla", xla, ChunkParams, ChunkParams),
+    )
     workload_module = "ejkernel.kernels.linear_cross_entropy.workloads"
 
     def arguments(
@@ -100,11 +110,10 @@ class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any],
         """Normal floats, weights as at the start of a training, and labels of the vocabulary."""
         x, weights, labels, bias = inv.args
         keys = jax.random.split(key, 4)
-        draw = lambda k, a: None if a is None else jax.random.normal(k, a.shape, a.dtype)
+        draw = lambda k, a: jax.random.normal(k, a.shape, a.dtype)
         drawn = jax.random.randint(keys[2], labels.shape, 0, weights.shape[1], labels.dtype)
-        scale = jnp.asarray(weights.shape[0] ** -0.5, weights.dtype)
-        args = (draw(keys[0], x), draw(keys[1], weights) * scale, drawn, draw(keys[3], bias))
-        return args, dict(inv.kwargs)
+        scaled = draw(keys[1], weights) * jnp.asarray(weights.shape[0] ** -0.5, weights.dtype)
+        return (draw(keys[0], x), scaled, drawn, None if bias is None else draw(keys[3], bias)), dict(inv.kwargs)
 
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX, with all logits in memory."""
@@ -122,7 +131,8 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
         )
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise LossArgumentError(
-            f"labels must be integers of shape {x.shape[:-1]}, one per row of x, got {labels.dtype}{list(labels.shape)}."
+            f"labels must be integers of shape {x.shape[:-1]}, one per row of x, "
+            f"got {labels.dtype}{list(labels.shape)}."
         )
     if bias is not None and bias.shape != weights.shape[1:]:
         raise LossArgumentError(f"bias must have shape {weights.shape[1:]}, got {bias.shape}.")
@@ -170,7 +180,7 @@ def linear_cross_entropy(
       batch_axis_name: Inside `jax.shard_map`: the mesh axes over which rows are spread. "mean" and "sum" are then those
         of all rows, else those of the device's.
       return_stats: Also return `LossStatistics`.
-      platform: "xla", the only one.
+      platform: "triton" or "xla": this backend or an error.
       cfg: In which chunks; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
       in_specs: With `mesh`: the PartitionSpecs of x, weights, labels and bias.

@@ -33,7 +33,12 @@ KERNELS = {
     ("flash_attention.vjp", "triton"): 2,
     ("flash_attention", "pallas"): 1,
     ("flash_attention.vjp", "pallas"): 2,
-    **{(f"{norm}{part}", by): 1 for norm in ("rms_norm", "layer_norm") for part in ("", ".vjp") for by in ("triton", "pallas")},
+    **{
+        (f"{norm}{part}", by): 1
+        for norm in ("rms_norm", "layer_norm")
+        for part in ("", ".vjp")
+        for by in ("triton", "pallas")
+    },
     ("grouped_matmul", "mosaic"): 1,
     ("grouped_matmul", "triton"): 1,
     ("grouped_matmul", "pallas"): 1,

@@ -52,7 +52,9 @@ def guess(rows: int, weights: Any) -> ChunkParams:
     if device_kind() == "cpu":
         return ChunkParams(rows=min(rows, 256), columns=4096, loss_rows=loss_rows)
     wide = kept_dtype(weights).itemsize > 2
-    return ChunkParams(rows=rows if rows <= (height if wide else 2 * height) else height, columns=8192, loss_rows=loss_rows)
+    return ChunkParams(
+        rows=rows if rows <= (height if wide else 2 * height) else height, columns=8192, loss_rows=loss_rows
+    )
 
 
 def forward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:

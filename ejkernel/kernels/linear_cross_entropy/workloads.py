@@ -20,7 +20,11 @@ def loss(
         keys = jax.random.split(key, 3)
         drawn = jax.random.randint(keys[2], labels.shape, 0, vocabulary, labels.dtype)
         scale = jnp.asarray(height**-0.5, weights.dtype)
-        return jax.random.normal(keys[0], x.shape, x.dtype), jax.random.normal(keys[1], weights.shape, weights.dtype) * scale, drawn
+        return (
+            jax.random.normal(keys[0], x.shape, x.dtype),
+            jax.random.normal(keys[1], weights.shape, weights.dtype) * scale,
+            drawn,
+        )
 
     return Workload(
         name=name,

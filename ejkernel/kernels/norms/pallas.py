@@ -1,7 +1,7 @@
 """Norms for TPUs, in Pallas' Mosaic dialect: each row is read once, forward and backward.
 
-The grid walks over blocks of rows. In the backward its steps run one after the other, so that the gradients of scale and
-offset are summed in fast memory, and written once.
+The grid walks over blocks of rows. In the backward its steps run one after the other, so that the gradients of scale
+and offset are summed in fast memory, and written once.
 """
 
 from __future__ import annotations

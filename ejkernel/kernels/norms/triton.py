@@ -111,7 +111,9 @@ def backward(
             more = {"dscale": lambda: wide * normal, "doffset": lambda: wide}
             return following, {name: total + more[name]() for name, total in added.items()}
 
-        zeros = {name: jnp.zeros((params.rows, pl.next_power_of_2(shape[1])), jnp.float32) for name in types if name in sums}
+        zeros = {
+            name: jnp.zeros((params.rows, pl.next_power_of_2(shape[1])), jnp.float32) for name in types if name in sums
+        }
         _, added = jax.lax.fori_loop(0, pl.cdiv(steps - first, programs), step, (fetch(0), zeros))
         for name, value in added.items():
             Block(first, params.rows, shape).store(refs[name], jnp.sum(value, axis=0), "step")
@@ -120,7 +122,5 @@ def backward(
     arrays |= {"rstd": statistics[1].reshape(shape[0]), "mean": statistics[0].reshape(shape[0]) if center else None}
     outs = rows.call(kernel, arrays, types, programs, params, interpret)
     dx = outs["dx"].reshape(x.shape)
-    dscale, doffset = (
-        None if a is None else jnp.sum(outs[name], axis=0).astype(a.dtype) for name, a in sums.items()
-    )
+    dscale, doffset = (None if a is None else jnp.sum(outs[name], axis=0).astype(a.dtype) for name, a in sums.items())
     return dx, dscale, doffset, None if residual is None else dx.astype(residual.dtype)
