@@ -3,8 +3,9 @@
     python -m benchmarks.norms_gpu rms_norm layer_norm linear_cross_entropy --torch
     python -m benchmarks.norms_gpu rms_norm --sweep                      # every config of the space
 
-Times are the sum of a call's kernels by CUPTI, medians of interleaved rounds; torch's kernels are seen by it too. A norm's
-backward is measured alone, from what its forward kept. Bytes and operations are those that a call cannot do without.
+Times are the sum of a call's kernels by CUPTI, medians of interleaved rounds; torch's kernels are seen by it too. The
+backward of a norm is measured alone, from what its forward kept. Bytes and operations are those that a call cannot do
+without.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def norm_jobs(op_id, args, sweep):
                     (saved, None if len(prepared) and prepared[-1] is None else out, dout, *given),
                 )
             else:
-                forwards[name] = (jax.jit(lambda *m, f=run(params): f(*m)[0]), given)
+                forwards[name] = (jax.jit(lambda *m, params=params: run(params)(*m)[0]), given)
     return forwards, backwards, dout
 
 
@@ -198,15 +199,17 @@ def plain_loss(x, weights, labels):
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0])
 
 
+def loss_by(platform):
+    return lambda x, weights, labels: modules.linear_cross_entropy(x, weights, labels, platform=platform)
+
+
 def loss(options):
     for workload in [w for w in LOSSES if w.device == "gpu"]:
         x, weights, labels = workload.inputs()[0]
-        ours = lambda x, w, y: modules.linear_cross_entropy(x, w, y)
+        ours = {"plain JAX": plain_loss} | {name: loss_by(name) for name in ("triton", "xla")}
         for name, work in (("forward", workload.flops), ("with gradients", workload.flops + workload.backward_flops)):
             make = (lambda f: jax.jit(f)) if name == "forward" else (lambda f: jax.jit(jax.value_and_grad(f, (0, 1))))
-            made = compiled(
-                {n: (make(f), (x, weights, labels)) for n, f in (("plain JAX", plain_loss), ("ejkernel", ours))}
-            )
+            made = compiled({n: (make(f), (x, weights, labels)) for n, f in ours.items()})
             calls = {n: call for n, (call, _) in made.items()}
             if options.torch:
                 calls["torch.compile"] = torch_loss(x, weights, labels, name)
@@ -242,7 +245,7 @@ def main():
     parser.add_argument("--residual", action="store_true", help="norms with a residual, too")
     options = parser.parse_args()
     print(f"{jax.local_devices()[0].device_kind}, JAX {jax.__version__}, CUPTI, {options.rounds} rounds\n")
-    print("| call | by | ms | rate | × plain JAX | temporaries |\n|---|---|---|---|---|---|")
+    print("| call | by | ms | rate | x plain JAX | temporaries |\n|---|---|---|---|---|---|")
     for op_id in options.operations:
         loss(options) if op_id == "linear_cross_entropy" else norm(op_id, options)
 

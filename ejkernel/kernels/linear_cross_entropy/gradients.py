@@ -122,16 +122,14 @@ def _in_turn(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
         found, dlogits = rule.rows_and_derivative(logits, bias, labels_, factor_)
         rows = jax.tree.map(lambda a, b: chunks.put(a, i, b), rows, found)
         dx = chunks.put(dx, i, product(dlogits, weights, (1, 1), dx.dtype))
-        dweights = _added(dweights, x_, dlogits, None if held else params.columns)
-        dbias = None if dbias is None else dbias + jnp.sum(dlogits, axis=0, dtype=dbias.dtype)
+        dweights = _added(dweights, x_, dlogits, None if held else params.columns, call.wide)
+        if bias is not None:
+            dbias = (0.0 if dbias is None else dbias) + jnp.sum(dlogits, axis=0, dtype=call.wide)
         return call.typed(rows, dx, dweights, dbias, dlogits if held else None)
 
-    dx = jnp.zeros(x.shape, kept_dtype(x))
-    dweights = jnp.zeros(weights.shape, call.wide)
-    dbias = None if bias is None else jnp.zeros(bias.shape, call.wide)
-    place = jnp.zeros(weights.shape, stored) if held else None
-    start = call.typed(call.no_rows(), dx, dweights, dbias, place)
-    rows, dx, dweights, dbias, place = lax.fori_loop(0, chunks.steps, step, start)
+    # The first chunk's products are the sum so far: there is no need to fill arrays with zeros and to add to them.
+    start = step(jnp.int32(0), (call.no_rows(), jnp.zeros(x.shape, kept_dtype(x)), None, None, None))
+    rows, dx, dweights, dbias, place = lax.fori_loop(1, chunks.steps, step, start)
     if place is None:
         return rows, Gradients(dx, dweights.astype(kept), dbias)
 
@@ -142,15 +140,18 @@ def _in_turn(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
     return rows, Gradients(dx, over_columns(rounded, weights.shape[1], params.columns, place), dbias)
 
 
-def _added(total: Array, x: Array, dlogits: Array, columns: int | None) -> Array:
+def _added(total: Array | None, x: Array, dlogits: Array, columns: int | None, dtype: Any) -> Array:
     """`total + x.T @ dlogits`, some columns at a time."""
     if columns is None:
-        return total + product(x, dlogits, (0, 0), total.dtype)
+        found = product(x, dlogits, (0, 0), dtype)
+        return found if total is None else total + found
 
     def add(first: Any, columns: int, total: Array) -> Array:
         part, old = (lax.dynamic_slice_in_dim(a, first, columns, axis=1) for a in (dlogits, total))
-        return lax.dynamic_update_slice_in_dim(total, old + product(x, part, (0, 0), total.dtype), first, axis=1)
+        return lax.dynamic_update_slice_in_dim(total, old + product(x, part, (0, 0), dtype), first, axis=1)
 
+    if total is None:
+        total = vary(jnp.zeros((x.shape[1], dlogits.shape[1]), dtype), axes_of((x, dlogits)))
     return over_columns(add, total.shape[1], columns, total)
 
 

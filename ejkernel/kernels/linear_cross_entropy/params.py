@@ -1,8 +1,8 @@
 """How the logits are cut into chunks, and what that costs in memory.
 
 The gradient of the weights sums over rows, and a row's part of it needs the row's whole vocabulary. So a chunk is some
-rows by the whole vocabulary, and the weights' gradient is a float32 sum over chunks. Chunks of the vocabulary would need
-no such sum, but every product with the weights twice: once for the log-sum-exp, once for the gradient.
+rows by the whole vocabulary, and the weights' gradient is a float32 sum over chunks. Chunks of the vocabulary would
+need no such sum, but the logits twice: once for the log-sum-exp, once for the gradient.
 
 With 16-bit weights two things make this cheap. A chunk of as many rows as the weights have fits into the memory of the
 weights' gradient, where it lies until the gradient takes its place. And as long as all rows are one chunk, there is no

@@ -71,9 +71,7 @@ class Rule:
         """The rows of a chunk of logits before bias and cap; a label outside of the vocabulary makes a loss nan."""
         return self._finished(self._sums(raw, bias, labels), labels, self.vocabulary(raw))
 
-    def rows_and_derivative(
-        self, raw: Array, bias: Array | None, labels: Array, factor: Array
-    ) -> tuple[Rows, Array]:
+    def rows_and_derivative(self, raw: Array, bias: Array | None, labels: Array, factor: Array) -> tuple[Rows, Array]:
         """The rows, and the derivative of `sum(factor · loss)` with respect to `raw`, in its dtype."""
         rows = self.rows(raw, bias, labels)
         inside, local = self._local(labels, raw.shape[1])

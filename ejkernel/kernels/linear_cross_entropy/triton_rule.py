@@ -30,9 +30,7 @@ class TritonRule(Rule):
 
     interpret: bool = False
 
-    def rows_and_derivative(
-        self, raw: Array, bias: Array | None, labels: Array, factor: Array
-    ) -> tuple[Rows, Array]:
+    def rows_and_derivative(self, raw: Array, bias: Array | None, labels: Array, factor: Array) -> tuple[Rows, Array]:
         """As `Rule`'s; the derivative takes the place of `raw`."""
         if raw.size >= MOST_ELEMENTS:
             return super().rows_and_derivative(raw, bias, labels, factor)
@@ -47,7 +45,9 @@ class TritonRule(Rule):
         warps = 32 if width > CACHED_COLUMNS else 16 if width >= 4096 else 4
         each = jax.ShapeDtypeStruct((count,), jnp.float32)
         names = ["top", "exponentials", "label", *(["logits"] if self.label_smoothing else [])]
-        types = dict.fromkeys(names, each) | ({} if factor is None else {"slope": jax.ShapeDtypeStruct(raw.shape, raw.dtype)})
+        types = dict.fromkeys(names, each) | (
+            {} if factor is None else {"slope": jax.ShapeDtypeStruct(raw.shape, raw.dtype)}
+        )
         # A label of another value than a column's is like none.
         given = {"raw": raw, "labels": labels.astype(jnp.int32), "bias": bias, "factor": factor}
         given = {name: a for name, a in given.items() if a is not None}
@@ -96,7 +96,9 @@ def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> N
     near = jnp.clip(label, 0, width - 1)
     bias = plgpu.load(refs["bias"].at[near]) if "bias" in refs else None
     own = rule.logits(plgpu.load(refs["raw"].at[row, near]), bias)
-    for name, value in zip(("top", "exponentials", "label", "logits"), (most, total, own, *map(jnp.sum, plain)), strict=False):
+    for name, value in zip(
+        ("top", "exponentials", "label", "logits"), (most, total, own, *map(jnp.sum, plain)), strict=False
+    ):
         plgpu.store(refs[name].at[row], value)
     if "factor" not in refs:
         return

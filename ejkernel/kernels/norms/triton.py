@@ -12,7 +12,6 @@ from ejkernel.kernels import triton_rows as rows
 from ejkernel.kernels.rows import RowParams
 from ejkernel.kernels.triton_rows import Block
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.utils.fingerprint import multiprocessors
 
 Array = jax.Array
 
@@ -47,24 +46,32 @@ def forward(
     types |= {"mean": types["rstd"]} if center else {}
     types |= {} if residual is None else {"total": types["out"]}
 
+    steps = pl.cdiv(shape[0], params.rows)
+    programs = rows.programs_of(steps, params) if params.programs else steps
+
     def kernel(refs: dict[str, Any]) -> None:
-        block = Block(pl.program_id(0), params.rows, shape)
-        total = block.load(refs["x"])
-        if "residual" in refs:
-            # Rounded as it is stored, because the backward reads the stored value.
-            total = (total + block.load(refs["residual"])).astype(x.dtype).astype(jnp.float32)
-            block.store(refs["total"], total)
-        if center:
-            mean = jnp.sum(total, axis=1, keepdims=True) / shape[1]
-            block.store(refs["mean"], mean[:, 0], "rows")
-            total = block.inside(total - mean)
-        rstd = jax.lax.rsqrt(jnp.sum(total * total, axis=1, keepdims=True) / shape[1] + epsilon)
-        out = total * rstd * _weights(block, refs, scale_offset)
-        block.store(refs["out"], out + block.load(refs["offset"], "columns")[None, :] if "offset" in refs else out)
-        block.store(refs["rstd"], rstd[:, 0], "rows")
+        each = [name for name in ("x", "residual") if name in refs]
+        fetch = lambda step: [Block(step, params.rows, shape).raw(refs[name]) for name in each]
+
+        def work(step: Any, held: list[Array], carry: None) -> None:
+            block, (total, *residual) = Block(step, params.rows, shape), map(rows.wide, held)
+            if residual:
+                # Rounded as it is stored, because the backward reads the stored value.
+                total = (total + residual[0]).astype(x.dtype).astype(jnp.float32)
+                block.store(refs["total"], total)
+            if center:
+                mean = jnp.sum(total, axis=1, keepdims=True) / shape[1]
+                block.store(refs["mean"], mean[:, 0], "rows")
+                total = block.inside(total - mean)
+            rstd = jax.lax.rsqrt(jnp.sum(total * total, axis=1, keepdims=True) / shape[1] + epsilon)
+            out = total * rstd * _weights(block, refs, scale_offset)
+            block.store(refs["out"], out + block.load(refs["offset"], "columns")[None, :] if "offset" in refs else out)
+            block.store(refs["rstd"], rstd[:, 0], "rows")
+
+        rows.walk(shape[1], steps, programs, params, fetch, work, None)
 
     arrays = {"x": rows.flat(x), "residual": rows.flat(residual), "scale": scale, "offset": offset}
-    outs = rows.call(kernel, arrays, types, pl.cdiv(shape[0], params.rows), params, interpret)
+    outs = rows.call(kernel, arrays, types, programs, params, interpret)
     out = outs["out"].reshape(x.shape)
     statistics = (outs["mean"].reshape(x.shape[:-1]) if center else None, outs["rstd"].reshape(x.shape[:-1]))
     return (out if residual is None else (out, outs["total"].reshape(x.shape))), statistics
@@ -83,23 +90,20 @@ def backward(
     params = params or rows.staying_space(shape[1])[0]
     total, dout, dtotal = (x, dout, None) if residual is None else (out[1], *dout)
     steps = pl.cdiv(shape[0], params.rows)
-    programs = min(steps, params.programs * multiprocessors())
+    programs = rows.programs_of(steps, params)
     sums = {"dscale": scale, "doffset": offset}
     part = jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32)
     types = {"dx": jax.ShapeDtypeStruct(shape, x.dtype)} | {name: part for name, a in sums.items() if a is not None}
 
     def kernel(refs: dict[str, Any]) -> None:
-        first = pl.program_id(0)
         each = [name for name in ("total", "dout", "dtotal", "rstd", "mean") if name in refs]
 
-        def fetch(i: Any) -> tuple[Array, ...]:
-            block = Block(first + i * programs, params.rows, shape)
-            return tuple(block.raw(refs[name], "rows" if name in ("rstd", "mean") else "whole") for name in each)
+        def fetch(step: Any) -> list[Array]:
+            block = Block(step, params.rows, shape)
+            return [block.raw(refs[name], "rows" if name in ("rstd", "mean") else "whole") for name in each]
 
-        def step(i: Any, carry: Any) -> Any:
-            held, added = carry
-            following = fetch(i + 1)
-            block = Block(first + i * programs, params.rows, shape)
+        def work(step: Any, held: list[Array], added: dict[str, Array]) -> dict[str, Array]:
+            block = Block(step, params.rows, shape)
             now = {name: rows.wide(a) for name, a in zip(each, held, strict=True)}
             rstd, wide = now["rstd"], now["dout"]
             normal = (now["total"] - now["mean"] if center else now["total"]) * rstd
@@ -109,14 +113,13 @@ def backward(
                 dx -= jnp.sum(weighted, axis=1, keepdims=True) / shape[1]
             block.store(refs["dx"], dx * rstd + now["dtotal"] if "dtotal" in now else dx * rstd)
             more = {"dscale": lambda: wide * normal, "doffset": lambda: wide}
-            return following, {name: total + more[name]() for name, total in added.items()}
+            return {name: total + more[name]() for name, total in added.items()}
 
-        zeros = {
-            name: jnp.zeros((params.rows, pl.next_power_of_2(shape[1])), jnp.float32) for name in types if name in sums
-        }
-        _, added = jax.lax.fori_loop(0, pl.cdiv(steps - first, programs), step, (fetch(0), zeros))
+        block = (params.rows, pl.next_power_of_2(shape[1]))
+        zeros = {name: jnp.zeros(block, jnp.float32) for name in types if name in sums}
+        added = rows.walk(shape[1], steps, programs, params, fetch, work, zeros)
         for name, value in added.items():
-            Block(first, params.rows, shape).store(refs[name], jnp.sum(value, axis=0), "step")
+            Block(pl.program_id(0), params.rows, shape).store(refs[name], jnp.sum(value, axis=0), "step")
 
     arrays = {"total": rows.flat(total), "dout": rows.flat(dout), "dtotal": rows.flat(dtotal), "scale": scale}
     arrays |= {"rstd": statistics[1].reshape(shape[0]), "mean": statistics[0].reshape(shape[0]) if center else None}

@@ -93,7 +93,7 @@ def test_arguments_are_checked_once_and_platform_belongs_to_the_base():
     assert "platform" not in kernel.prepare(jnp.ones((2, 4)))[1]
     with pytest.raises(NormArgumentError, match="scale must have shape"):
         kernel.prepare(jnp.ones((2, 4)), jnp.ones(3), platform="xla")
-    with pytest.raises(OperationArgumentError, match="has no platform 'mosaic', only triton, xla"):
+    with pytest.raises(OperationArgumentError, match="has no platform 'mosaic', only triton, pallas, xla"):
         kernel.call((jnp.ones((2, 4)),), {}, platform="mosaic")
 
 
