@@ -39,6 +39,7 @@ KERNELS = {
         for part in ("", ".vjp")
         for by in ("triton", "pallas")
     },
+    ("linear_cross_entropy", "triton"): 1,
     ("grouped_matmul", "mosaic"): 1,
     ("grouped_matmul", "triton"): 1,
     ("grouped_matmul", "pallas"): 1,
