@@ -46,7 +46,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_with_float64_or_refuses(case, platform):

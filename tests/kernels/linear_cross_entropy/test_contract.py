@@ -69,7 +69,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("platform", ["xla", "triton"])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -55,7 +55,7 @@ LANES = [
 ]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("platform", ["xla", "triton"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_with_float64_or_refuses(case, platform):
