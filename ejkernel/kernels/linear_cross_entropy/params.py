@@ -53,7 +53,7 @@ def guess(rows: int, weights: Any) -> ChunkParams:
         return ChunkParams(rows=min(rows, 256), columns=4096, loss_rows=loss_rows)
     wide = kept_dtype(weights).itemsize > 2
     return ChunkParams(
-        rows=rows if rows <= (height if wide else 2 * height) else height, columns=8192, loss_rows=loss_rows
+        rows=rows if rows <= (height if wide else 2 * height) else height, columns=16384, loss_rows=loss_rows
     )
 
 
@@ -69,7 +69,7 @@ def backward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
     first = _guess_of(inv)
     if inv.kwargs.get("reduction") != "none":
         return [first]
-    sizes = [(first.rows, 2048), (first.rows, 4096), (first.rows, 16384), (first.rows // 2, first.columns)]
+    sizes = [(first.rows, 2048), (first.rows, 4096), (first.rows, 8192), (first.rows // 2, first.columns)]
     return [first, *(ChunkParams(rows=r, columns=c, loss_rows=first.loss_rows) for r, c in sizes if r > 0)]
 
 

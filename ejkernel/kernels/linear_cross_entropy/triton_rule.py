@@ -66,18 +66,24 @@ class TritonRule(Rule):
 
 def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> None:
     """One row: its sums, then, if there is a factor, its derivative."""
-    row, steps = pl.program_id(0), pl.cdiv(width, PARTS * lanes)
+    row = pl.program_id(0)
 
-    def part(step: Any, index: int) -> tuple[Array, Array, Array]:
-        column = (step * PARTS + index) * lanes + jnp.arange(lanes)
-        inside = column < width
+    def columns(index: Any) -> tuple[Array, Array]:
+        column = index * lanes + jnp.arange(lanes)
+        return column, column < width
+
+    def fetch(step: Any, parts: int) -> list[Array]:
+        places = (columns(step * parts + i) for i in range(parts))
+        return [plgpu.load(refs["raw"].at[row, column], mask=inside, other=0.0) for column, inside in places]
+
+    def logits(raw: Array, column: Array, inside: Array) -> Array:
         bias = plgpu.load(refs["bias"].at[column], mask=inside, other=0.0) if "bias" in refs else None
-        raw = plgpu.load(refs["raw"].at[row, column], mask=inside, other=0.0)
-        return column, inside, rule.logits(raw, bias)
+        return rule.logits(raw, bias)
 
     def add(step: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         top, total, *plain = carry
-        parts = [part(step, i)[1:] for i in range(PARTS)]
+        places = [columns(step * PARTS + i) for i in range(PARTS)]
+        parts = [(at[1], logits(raw, *at)) for raw, at in zip(fetch(step, PARTS), places, strict=True)]
         values = [jnp.where(inside, value, -jnp.inf) for inside, value in parts]
         most = top
         for value in values:
@@ -89,7 +95,7 @@ def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> N
 
     zeros = jnp.zeros(lanes, jnp.float32)
     start = (zeros + LEAST, zeros, *([zeros] if rule.label_smoothing else []))
-    top, total, *plain = lax.fori_loop(0, steps, add, start)
+    top, total, *plain = lax.fori_loop(0, pl.cdiv(width, PARTS * lanes), add, start)
     most = jnp.max(top)
     total = jnp.sum(total * jnp.exp(top - most))
     label = plgpu.load(refs["labels"].at[row])
@@ -104,11 +110,16 @@ def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> N
         return
     lse, factor = most + jnp.log(total), plgpu.load(refs["factor"].at[row])
 
-    def differentiate(step: Any, carry: None) -> None:
-        for index in range(PARTS):
-            # From the end: what was read last is most likely still in the cache.
-            column, inside, value = part(steps - 1 - step, index)
-            slope = rule.slope(value, column == label, lse, factor, width)
+    # Loads come before stores, which they may not overtake, because both are of the same array; with many lanes there
+    # are registers for fewer of them. From the end: what was read last is most likely still in the cache.
+    parts = PARTS if lanes <= 4096 else PARTS // 2
+    steps = pl.cdiv(width, parts * lanes)
+
+    def differentiate(i: Any, carry: None) -> None:
+        step = steps - 1 - i
+        for index, raw in enumerate(fetch(step, parts)):
+            column, inside = columns(step * parts + index)
+            slope = rule.slope(logits(raw, column, inside), column == label, lse, factor, width)
             plgpu.store(refs["slope"].at[row, column], slope.astype(refs["slope"].dtype), mask=inside)
 
     lax.fori_loop(0, steps, differentiate, None)
