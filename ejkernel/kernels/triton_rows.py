@@ -33,10 +33,12 @@ def unsupported(x: Any) -> str | None:
     return None
 
 
-def space(columns: int, arrays: int) -> list[RowParams]:
-    """Some 32 elements per thread first, then less and more, for blocks that hold so many arrays."""
+def space(columns: int) -> list[RowParams]:
+    """For a program per block: the guess as measured on an H200, then fewer and more elements per thread."""
     width = pl.next_power_of_2(columns)
-    warps, rows = min(max(width * arrays // 1024, 1), 32), max(2048 // (width * arrays), 1)
+    rows, warps = (
+        (max(8192 // width, 1), min(width // 512, 32)) if width > 2048 else (2048 // width, max(width // 1024, 1))
+    )
     sizes = [(rows, warps), *((r, w) for r in (1, 2, 4, rows) for w in (warps // 2, warps, 2 * warps))]
     found = [RowParams(rows=r, num_warps=w) for r, w in sizes if 0 < w <= 32 and (r == rows or r * width <= 16384)]
     return [*found, *staying_space(columns)[:2]]

@@ -23,7 +23,7 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
 
 def forward_space(inv: Invocation[Any, Any]) -> list[RowParams]:
     """The guess, and other blocks."""
-    return rows.space(inv.args[0].shape[-1], arrays=1)
+    return rows.space(inv.args[0].shape[-1])
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[RowParams]:
@@ -41,7 +41,7 @@ def forward(
 ) -> tuple[Any, tuple[Array | None, Array]]:  # fmt: skip
     """As `xla.forward`."""
     shape = rows.table(x)
-    params = params or rows.space(shape[1], arrays=1)[0]
+    params = params or rows.space(shape[1])[0]
     types = {"out": jax.ShapeDtypeStruct(shape, x.dtype), "rstd": jax.ShapeDtypeStruct(shape[:1], jnp.float32)}
     types |= {"mean": types["rstd"]} if center else {}
     types |= {} if residual is None else {"total": types["out"]}
