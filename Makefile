@@ -63,6 +63,7 @@ bench: $(STAMP)  ## Every CPU benchmark, as ratios in one run.
 	$(BIN)/python benchmarks/tuning.py
 	$(BIN)/python -m benchmarks.operation flash_attention
 	$(BIN)/python -m benchmarks.operation rms_norm
+	$(BIN)/python -m benchmarks.operation linear_cross_entropy
 	$(BIN)/python -m benchmarks.operation grouped_matmul
 
 lock: $(STAMP)  ## Resolve the pinned versions anew.

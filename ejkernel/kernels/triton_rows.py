@@ -16,9 +16,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from ejkernel.kernels.pallas_call import pallas_call
 from ejkernel.kernels.rows import RowParams
+from ejkernel.ops.utils.fingerprint import multiprocessors
 
 Array = jax.Array
 MOST_COLUMNS = 32768
+REGISTERS = 65536
+"""Of a multiprocessor."""
 
 
 def unsupported(x: Any) -> str | None:
@@ -30,12 +33,71 @@ def unsupported(x: Any) -> str | None:
     return None
 
 
-def space(columns: int, arrays: int) -> list[RowParams]:
-    """Some 32 elements per thread first, then less and more, for blocks that hold so many arrays."""
+def space(columns: int) -> list[RowParams]:
+    """For a program per block: the guess as measured on an H200, then fewer and more elements per thread."""
     width = pl.next_power_of_2(columns)
-    warps, rows = min(max(width * arrays // 1024, 1), 32), max(2048 // (width * arrays), 1)
+    rows, warps = (
+        (max(8192 // width, 1), min(width // 512, 32)) if width > 2048 else (2048 // width, max(width // 1024, 1))
+    )
     sizes = [(rows, warps), *((r, w) for r in (1, 2, 4, rows) for w in (warps // 2, warps, 2 * warps))]
-    return [RowParams(rows=r, num_warps=w) for r, w in sizes if 0 < w <= 32 and (r == rows or r * width <= 16384)]
+    found = [RowParams(rows=r, num_warps=w) for r, w in sizes if 0 < w <= 32 and (r == rows or r * width <= 16384)]
+    return [*found, *staying_space(columns)[:2]]
+
+
+def staying_space(columns: int) -> list[RowParams]:
+    """For programs that work on several blocks, and may keep a sum: 8 elements per thread first, as measured."""
+    width = pl.next_power_of_2(columns)
+    rows = max(2048 // width, 1)
+    warps = min(max(rows * width // 256, 1), 32)
+    sizes = [(rows, warps, max(32 // warps, 1)), (rows, max(warps // 2, 1), max(32 // warps, 1))]
+    sizes += [(r, w, p) for r in (rows, 2 * rows) for w in (warps // 2, warps, 2 * warps) for p in (1, 2, 4)]
+    fits = lambda r, w, p: 1 <= w <= 32 and 16 <= w * p <= 64 and _loads_ahead(r * width, w)
+    return [RowParams(rows=r, num_warps=w, programs=p) for r, w, p in [*sizes[:2], *(s for s in sizes if fits(*s))]]
+
+
+def programs_of(steps: int, params: RowParams) -> int:
+    """How many programs share so many blocks, each staying for several."""
+    return min(steps, (params.programs or max(32 // params.num_warps, 1)) * multiprocessors())
+
+
+def _loads_ahead(elements: int, warps: int) -> bool:
+    """Whether there are registers for a block: two arrays, the next two, a sum and what is computed."""
+    return 5 * elements + 20 * 32 * warps <= REGISTERS
+
+
+def walk(
+    columns: int,
+    steps: int,
+    programs: int,
+    params: RowParams,
+    fetch: Callable[[Any], Any],
+    work: Callable[[Any, Any, Any], Any],
+    carry: Any,
+) -> Any:
+    """Runs `carry = work(step, fetch(step), carry)` for each of a program's blocks; loads ahead if registers allow."""
+    first = pl.program_id(0)
+    if programs == steps:
+        return work(first, fetch(first), carry)
+    count, at = pl.cdiv(steps - first, programs), lambda i: first + i * programs
+    if not _loads_ahead(params.rows * pl.next_power_of_2(columns), params.num_warps):
+        return jax.lax.fori_loop(0, count, lambda i, c: work(at(i), fetch(at(i)), c), carry)
+
+    def step(i: Any, both: Any) -> Any:
+        following = fetch(at(i + 1))
+        return following, work(at(i), both[0], both[1])
+
+    return jax.lax.fori_loop(0, count, step, (fetch(at(0)), carry))[1]
+
+
+def flat(x: Any) -> Any:
+    """An array as a table; None stays None."""
+    return None if x is None else x.reshape(table(x))
+
+
+def wide(x: Array) -> Array:
+    """In float32; one number per row as a column."""
+    x = x.astype(jnp.float32)
+    return x[:, None] if x.ndim == 1 else x
 
 
 def table(x: Any) -> tuple[int, int]:
@@ -56,11 +118,19 @@ class Block:
             "step": ((step, column), inside[1]),
         }
 
-    def load(self, ref: Any, what: str = "whole") -> Array:
-        """In float32: the block, or its part of an array of one number per row or column."""
+    def raw(self, ref: Any, what: str = "whole") -> Array:
+        """The block, or its part of an array of one number per row or column."""
         at, mask = self._places[what]
-        found = plgpu.load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
+        return plgpu.load(ref.at[at], mask=mask, other=0.0)
+
+    def load(self, ref: Any, what: str = "whole") -> Array:
+        """The same in float32."""
+        found = self.raw(ref, what).astype(jnp.float32)
         return found[:, None] if what == "rows" else found
+
+    def inside(self, value: Array) -> Array:
+        """`value`, with zeros in place of what lies outside the array."""
+        return jnp.where(self._places["whole"][1], value, 0.0)
 
     def store(self, ref: Any, value: Array, what: str = "whole") -> None:
         """As `load`; "step" is the step's own row."""

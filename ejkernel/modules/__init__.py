@@ -10,6 +10,13 @@ from ejkernel.modules.grouped_matmul import GroupedMatmul as GroupedMatmul
 from ejkernel.modules.grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
 from ejkernel.modules.grouped_matmul import grouped_matmul as grouped_matmul
 from ejkernel.modules.grouped_matmul import ragged_dot as ragged_dot
+from ejkernel.modules.layer_norm import LayerNorm as LayerNorm
+from ejkernel.modules.layer_norm import LayerNormConfig as LayerNormConfig
+from ejkernel.modules.layer_norm import layer_norm as layer_norm
+from ejkernel.modules.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from ejkernel.modules.linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
+from ejkernel.modules.linear_cross_entropy import LossStatistics as LossStatistics
+from ejkernel.modules.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from ejkernel.modules.rms_norm import RmsNorm as RmsNorm
 from ejkernel.modules.rms_norm import RmsNormConfig as RmsNormConfig
 from ejkernel.modules.rms_norm import rms_norm as rms_norm

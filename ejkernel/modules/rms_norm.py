@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from ejkernel.errors import EjkernelError
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rows import RowParams
+from ejkernel.modules import norms
 from ejkernel.ops.core.backend import Backend, Platform
-from ejkernel.ops.core.operation import RowOperation
 
 
 @dataclass(frozen=True)
@@ -24,15 +20,12 @@ class RmsNormConfig:
     platform: Platform | None = None
 
 
-class NormArgumentError(EjkernelError, ValueError):
-    """An argument of a norm does not fit the others."""
-
-
-class RmsNorm(RowOperation[RmsNormConfig, Any], op_id="rms_norm"):
+class RmsNorm(norms.NormOperation[RmsNormConfig], op_id="rms_norm"):
     """`x / sqrt(mean(x²) + epsilon) · (scale + scale_offset)` over the last axis; positional: x, scale, residual."""
 
     backends = (
         Backend("triton", "ejkernel.kernels.rms_norm.triton", RowParams, RowParams, capability=(8, 0), interpret=True),
+        Backend("pallas", "ejkernel.kernels.rms_norm.pallas", RowParams, RowParams, interpret=True),
         Backend("xla", xla),
     )
     workload_module = "ejkernel.kernels.rms_norm.workloads"
@@ -41,12 +34,7 @@ class RmsNorm(RowOperation[RmsNormConfig, Any], op_id="rms_norm"):
         self, x: Any, scale: Any = None, residual: Any = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise NormArgumentError(f"x must be of a floating dtype, got {x.dtype}.")
-        if scale is not None and scale.shape != x.shape[-1:]:
-            raise NormArgumentError(f"scale must have shape {x.shape[-1:]}, got {scale.shape}.")
-        if residual is not None and residual.shape != x.shape:
-            raise NormArgumentError(f"residual must have the shape of x, {x.shape}, got {residual.shape}.")
+        norms.check(x, residual, scale=scale)
         return (x, scale, residual), {"epsilon": float(epsilon), "scale_offset": float(scale_offset)}
 
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
@@ -80,7 +68,7 @@ def rms_norm(
       epsilon: Added to the mean square.
       scale_offset: Added to scale: 1.0 for models that store the scale minus one.
       axis: The axis to normalise.
-      platform: "triton" or "xla": this backend or an error.
+      platform: "triton", "pallas" or "xla": this backend or an error.
       cfg: How to run it; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
       in_specs: With `mesh`: the PartitionSpecs of x, scale and residual.
@@ -89,11 +77,6 @@ def rms_norm(
     Returns:
       The norm, of the shape and dtype of x. With `residual` a pair: the norm of the sum, and the sum.
     """
-    if not -x.ndim <= axis < x.ndim:
-        raise NormArgumentError(f"axis must be in [{-x.ndim}, {x.ndim}), got {axis}.")
-    last = axis % x.ndim == x.ndim - 1
-    moved = (x, residual) if last else tuple(None if a is None else jnp.moveaxis(a, axis, -1) for a in (x, residual))
     kwargs = {"epsilon": epsilon} | ({} if scale_offset == 0.0 else {"scale_offset": scale_offset})
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    out = _kernel.call((moved[0], scale, moved[1]), kwargs, **shared)
-    return out if last else jax.tree.map(lambda a: jnp.moveaxis(a, -1, axis), out)
+    return norms.over_axis(_kernel, x, (scale,), residual, axis, kwargs, **shared)

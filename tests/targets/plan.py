@@ -33,8 +33,13 @@ KERNELS = {
     ("flash_attention.vjp", "triton"): 2,
     ("flash_attention", "pallas"): 1,
     ("flash_attention.vjp", "pallas"): 2,
-    ("rms_norm", "triton"): 1,
-    ("rms_norm.vjp", "triton"): 1,
+    **{
+        (f"{norm}{part}", by): 1
+        for norm in ("rms_norm", "layer_norm")
+        for part in ("", ".vjp")
+        for by in ("triton", "pallas")
+    },
+    ("linear_cross_entropy", "triton"): 1,
     ("grouped_matmul", "mosaic"): 1,
     ("grouped_matmul", "triton"): 1,
     ("grouped_matmul", "pallas"): 1,
@@ -79,10 +84,21 @@ def _norm_extras(kind: Any) -> list[Workload]:
     return [
         Workload(name="residual", device=kind, shapes=(x, scale, x)),
         Workload(name="30 000 columns", device=kind, shapes=(((64, 30_000), "float32"), None)),
+        Workload(name="few rows", device=kind, shapes=(((3, 4096), "float32"), ((4096,), "float32"))),
     ]
 
 
-EXTRAS = {"flash_attention": _attention_extras, "grouped_matmul": _product_extras, "rms_norm": _norm_extras}
+def _layer_extras(kind: Any) -> list[Workload]:
+    x, scale = ((8, 2048, 4096), "bfloat16"), ((4096,), "float32")
+    return [Workload(name="residual", device=kind, shapes=(x, scale, scale, x))]
+
+
+EXTRAS = {
+    "flash_attention": _attention_extras,
+    "grouped_matmul": _product_extras,
+    "rms_norm": _norm_extras,
+    "layer_norm": _layer_extras,
+}
 """What the named workloads do not have; mosaic kernels refuse some of it."""
 
 

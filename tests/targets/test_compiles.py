@@ -15,7 +15,7 @@ MAY_REFUSE = {
         *("window", "sinks", "float32"),
     },
     "triton": set(),
-    "pallas": set(),
+    "pallas": {"30 000 columns"},  # No multiple of 128.
     "xla": set(),
 }
 

@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.rows import RowParams
 from ejkernel.modules import RmsNorm, rms_norm
-from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
+from ejkernel.modules.norms import NormArgumentError
+from ejkernel.modules.rms_norm import RmsNormConfig
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
 from tests.kernels.contract import OperationCase, check, check_inside_shard_map, through
 
@@ -43,13 +44,28 @@ CASES = [
     case("float16, residual", 6, 64, dtype="float16", residual=True, limit=8e-3),
     case("no rows", 0, 8, refused_by=frozenset({"triton"})),
 ]
+LANES = [
+    case("plain, not even", 21, 128),
+    case("without a scale", 16, 128, scale=False),
+    case("residual, scale offset", 2, 24, 256, residual=True, kwargs={"scale_offset": 1.0}),
+    case("one row", 1, 128),
+    case("bfloat16, residual", 40, 128, residual=True, dtype="bfloat16"),
+    case("odd columns", 4, 37, refused_by=frozenset({"pallas"})),
+    case("float16", 4, 128, dtype="float16", refused_by=frozenset({"pallas"})),
+]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("platform", ["xla", "triton"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_with_float64_or_refuses(case, platform):
     check(RmsNorm, platform, case, oracle)
+
+
+@pytest.mark.parametrize("case", LANES, ids=lambda case: case.name)
+def test_tpu_backend_agrees_with_float64_or_refuses(case):
+    blocks = RowParams(rows=16)
+    check(RmsNorm, "pallas", case, oracle, fwd_params=blocks, bwd_params=blocks)
 
 
 @pytest.mark.parametrize("platform", ["xla", "triton"])
@@ -68,7 +84,7 @@ def test_backend_agrees_on_a_gpu(case, platform):
 def test_gradients_agree_where_a_program_has_several_blocks():
     x, scale = jax.random.normal(jax.random.key(0), (19, 8)), jnp.arange(1.0, 9.0)
     kernel, executor = RmsNorm(interpret=True), Executor(ConfigSelectorChain(cache=ConfigCache()))
-    small = RmsNormConfig(RowParams(rows=4), RowParams(rows=2), "triton")
+    small = RmsNormConfig(RowParams(rows=4, programs=1), RowParams(rows=2, num_warps=16), "triton")
     of = lambda cfg: jax.grad(lambda *args: (executor(kernel, *args, None, cfg=cfg) ** 2).sum(), (0, 1))(x, scale)
     for got, want in zip(of(small), of(RmsNormConfig(platform="xla")), strict=True):
         assert jnp.allclose(got, want, atol=1e-4)

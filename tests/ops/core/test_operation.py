@@ -8,7 +8,8 @@ import pytest
 
 import ejkernel
 from ejkernel.modules import RmsNorm
-from ejkernel.modules.rms_norm import NormArgumentError, RmsNormConfig
+from ejkernel.modules.norms import NormArgumentError
+from ejkernel.modules.rms_norm import RmsNormConfig
 from ejkernel.ops import Invocation, from_json, to_json
 from ejkernel.ops.core.backend import Backend, ParamsTypeError
 from ejkernel.ops.core.dispatch import UnsupportedCallError
@@ -92,7 +93,7 @@ def test_arguments_are_checked_once_and_platform_belongs_to_the_base():
     assert "platform" not in kernel.prepare(jnp.ones((2, 4)))[1]
     with pytest.raises(NormArgumentError, match="scale must have shape"):
         kernel.prepare(jnp.ones((2, 4)), jnp.ones(3), platform="xla")
-    with pytest.raises(OperationArgumentError, match="has no platform 'mosaic', only triton, xla"):
+    with pytest.raises(OperationArgumentError, match="has no platform 'mosaic', only triton, pallas, xla"):
         kernel.call((jnp.ones((2, 4)),), {}, platform="mosaic")
 
 

@@ -1,0 +1,1 @@
+"""Backends of `layer_norm`."""

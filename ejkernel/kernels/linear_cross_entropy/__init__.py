@@ -1,0 +1,1 @@
+"""Backends of `linear_cross_entropy`."""

@@ -1,0 +1,78 @@
+"""How the logits are cut into chunks, and what that costs in memory.
+
+The gradient of the weights sums over rows, and a row's part of it needs the row's whole vocabulary. So a chunk is some
+rows by the whole vocabulary, and the weights' gradient is a float32 sum over chunks. Chunks of the vocabulary would
+need no such sum, but the logits twice: once for the log-sum-exp, once for the gradient.
+
+With 16-bit weights two things make this cheap. A chunk of as many rows as the weights have fits into the memory of the
+weights' gradient, where it lies until the gradient takes its place. And as long as all rows are one chunk, there is no
+sum at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.utils.fingerprint import device_kind
+
+LOSS_BYTES = {"cpu": 1 << 24, "gpu": 1 << 28, "tpu": 1 << 28}
+"""Logits of a chunk where no gradient is wanted; on CPUs those that stay in a cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkParams:
+    """The size of chunks.
+
+    Attributes:
+      rows: Rows whose logits are in memory at a time, where gradients are computed.
+      columns: Columns of the weights' gradient that are computed at a time, where it takes the place of the logits or
+        is added to a sum; None is all.
+      loss_rows: Rows whose logits are in memory at a time, where only the loss is computed.
+    """
+
+    rows: int
+    columns: int | None = None
+    loss_rows: int = 1024
+
+
+def kept_dtype(weights: Any) -> Any:
+    """The dtype in which gradients wait for the cotangent: float16 has too few exponents for them."""
+    return jnp.dtype(jnp.float32) if weights.dtype == jnp.float16 else weights.dtype
+
+
+def guess(rows: int, weights: Any) -> ChunkParams:
+    """The fewest chunks for which the memory is about that of the weights' gradient in float32."""
+    height, width = weights.shape
+    loss_rows = max(LOSS_BYTES[device_kind()] // (width * weights.dtype.itemsize), 1)
+    loss_rows = min(1 << (loss_rows.bit_length() - 1), rows)
+    if device_kind() == "cpu":
+        return ChunkParams(rows=min(rows, 256), columns=4096, loss_rows=loss_rows)
+    wide = kept_dtype(weights).itemsize > 2
+    return ChunkParams(
+        rows=rows if rows <= (height if wide else 2 * height) else height, columns=16384, loss_rows=loss_rows
+    )
+
+
+def forward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
+    """The guess, and other chunks of a loss without gradients, in as much memory."""
+    first = _guess_of(inv)
+    others = (first.loss_rows // 2, first.loss_rows // 4)
+    return [first, *(ChunkParams(rows=first.rows, columns=first.columns, loss_rows=r) for r in others if r > 0)]
+
+
+def backward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
+    """Other chunks; they matter where the cotangent is one number per row, and the backward has all the work."""
+    first = _guess_of(inv)
+    if inv.kwargs.get("reduction") != "none":
+        return [first]
+    sizes = [(first.rows, 2048), (first.rows, 4096), (first.rows, 8192), (first.rows // 2, first.columns)]
+    return [first, *(ChunkParams(rows=r, columns=c, loss_rows=first.loss_rows) for r, c in sizes if r > 0)]
+
+
+def _guess_of(inv: Invocation[Any, Any]) -> ChunkParams:
+    x, weights = inv.args[:2]
+    return guess(max(x.size // max(x.shape[-1], 1), 1), weights)

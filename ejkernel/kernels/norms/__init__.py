@@ -1,0 +1,1 @@
+"""What RMSNorm and LayerNorm share: one is the other without the mean."""

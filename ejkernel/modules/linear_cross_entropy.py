@@ -1,0 +1,206 @@
+"""The cross entropy of a linear layer's outputs, without all of them in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ejkernel.errors import EjkernelError
+from ejkernel.kernels.linear_cross_entropy import xla
+from ejkernel.kernels.linear_cross_entropy.params import ChunkParams
+from ejkernel.kernels.linear_cross_entropy.reference import plain
+from ejkernel.ops.core.backend import Backend, Platform
+from ejkernel.ops.core.explicit import Split
+from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.core.operation import DifferentiableOperation
+
+Array = jax.Array
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropyConfig:
+    """How a call is run: by which backend, in which chunks."""
+
+    fwd_params: ChunkParams | None = None
+    bwd_params: ChunkParams | None = None
+    platform: Platform | None = None
+
+
+class LossStatistics(NamedTuple):
+    """What is known of each row beside its loss; no gradient flows through it.
+
+    Attributes:
+      log_sum_exp: Of its logits, float32.
+      correct: Whether the label has the largest logit.
+    """
+
+    log_sum_exp: Any
+    correct: Any
+
+
+class LossArgumentError(EjkernelError, ValueError):
+    """An argument of a loss does not fit the others."""
+
+
+class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any], op_id="linear_cross_entropy"):
+    """`cross_entropy(x @ weights + bias, labels)`; positional: x, weights, labels, bias."""
+
+    backends = (
+        Backend(
+            "triton",
+            "ejkernel.kernels.linear_cross_entropy.triton",
+            ChunkParams,
+            ChunkParams,
+            capability=(8, 0),
+            interpret=True,
+        ),
+        Backend("xla", xla, ChunkParams, ChunkParams),
+    )
+    workload_module = "ejkernel.kernels.linear_cross_entropy.workloads"
+
+    def arguments(
+        self,
+        x: Any,
+        weights: Any,
+        labels: Any,
+        bias: Any = None,
+        *,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logits_soft_cap: float | None = None,
+        reduction: Reduction = "mean",
+        axis_name: Any = None,
+        batch_axis_name: Any = None,
+        stats: bool = False,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks the arguments."""
+        _check_shapes(x, weights, labels, bias)
+        if reduction not in get_args(Reduction):
+            raise LossArgumentError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}.")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise LossArgumentError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}.")
+        if logits_soft_cap is not None and not logits_soft_cap > 0.0:
+            raise LossArgumentError(f"logits_soft_cap must be above 0, or None for no cap, got {logits_soft_cap}.")
+        kwargs = {
+            "ignore_index": None if ignore_index is None else int(ignore_index),
+            "label_smoothing": float(label_smoothing),
+            "z_loss": float(z_loss),
+            "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+            "reduction": reduction,
+            "axis_name": axis_name,
+            "batch_axis_name": batch_axis_name,
+            "stats": bool(stats),
+        }
+        return (x, weights, labels, bias), kwargs
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[PartitionSpec]) -> Split:
+        """The compiler splits it, because a mean is one over all devices."""
+        rows = PartitionSpec(*specs[2]) if kwargs.get("reduction") == "none" else PartitionSpec()
+        out = (rows, (PartitionSpec(*specs[2]),) * 2) if kwargs.get("stats") else rows
+        return Split(tuple(specs), out, local=False)
+
+    def example_inputs(self, inv: Invocation[Any, Any], key: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Normal floats, weights as at the start of a training, and labels of the vocabulary."""
+        x, weights, labels, bias = inv.args
+        keys = jax.random.split(key, 4)
+        draw = lambda k, a: jax.random.normal(k, a.shape, a.dtype)
+        drawn = jax.random.randint(keys[2], labels.shape, 0, weights.shape[1], labels.dtype)
+        scaled = draw(keys[1], weights) * jnp.asarray(weights.shape[0] ** -0.5, weights.dtype)
+        return (draw(keys[0], x), scaled, drawn, None if bias is None else draw(keys[3], bias)), dict(inv.kwargs)
+
+    def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
+        """Plain JAX, with all logits in memory."""
+        return plain(*args, **kwargs)
+
+
+def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
+    for name, a in (("x", x), ("weights", weights), *((("bias", bias),) if bias is not None else ())):
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            raise LossArgumentError(f"{name} must be of a floating dtype, got {a.dtype}.")
+    if weights.ndim != 2 or x.ndim < 1 or x.shape[-1] != weights.shape[0]:
+        raise LossArgumentError(
+            f"weights must be [columns of x, vocabulary], got {weights.shape} for x of shape {x.shape}. "
+            "Transpose weights that are [vocabulary, columns]."
+        )
+    if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise LossArgumentError(
+            f"labels must be integers of shape {x.shape[:-1]}, one per row of x, "
+            f"got {labels.dtype}{list(labels.shape)}."
+        )
+    if bias is not None and bias.shape != weights.shape[1:]:
+        raise LossArgumentError(f"bias must have shape {weights.shape[1:]}, got {bias.shape}.")
+
+
+_kernel = LinearCrossEntropy()
+
+
+def linear_cross_entropy(
+    x: Any,
+    weights: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    reduction: Reduction = "mean",
+    axis_name: Any = None,
+    batch_axis_name: Any = None,
+    return_stats: bool = False,
+    platform: Platform | None = None,
+    cfg: LinearCrossEntropyConfig | None = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """The cross entropy of `x @ weights + bias` and integer labels; logits are in memory a chunk at a time.
+
+    Sums are in float32, and the loss is float32.
+
+    Args:
+      x: [..., columns], of a floating dtype.
+      weights: [columns, vocabulary].
+      labels: Integers [...]. One outside of the vocabulary makes the loss nan.
+      bias: [vocabulary].
+      ignore_index: The label of rows that count neither in the loss nor in the mean.
+      label_smoothing: The share of the target that is spread evenly over the vocabulary.
+      z_loss: The weight of `log_sum_exp²`, which is added to each row's loss.
+      logits_soft_cap: `cap · tanh(logits / cap)` takes the place of the logits.
+      reduction: "mean" over rows that count, "sum", or "none": the loss of each row, 0 for those that do not count.
+      axis_name: Inside `jax.shard_map`: the mesh axis over which the vocabulary is spread. Weights and bias are the
+        device's part, labels count in the whole vocabulary.
+      batch_axis_name: Inside `jax.shard_map`: the mesh axes over which rows are spread. "mean" and "sum" are then those
+        of all rows, else those of the device's.
+      return_stats: Also return `LossStatistics`.
+      platform: "triton" or "xla": this backend or an error.
+      cfg: In which chunks; by default what was tuned, else a guess.
+      mesh: Run under `jax.shard_map` on this mesh.
+      in_specs: With `mesh`: the PartitionSpecs of x, weights, labels and bias.
+      out_specs: With `mesh`: that of the result.
+
+    Returns:
+      The loss, or a pair of it and the statistics.
+    """
+    given = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "logits_soft_cap": logits_soft_cap,
+        "axis_name": axis_name,
+        "batch_axis_name": batch_axis_name,
+    }
+    kwargs = {name: value for name, value in given.items() if value not in (None, 0.0) or name == "ignore_index"}
+    kwargs |= {"reduction": reduction} | ({"stats": True} if return_stats else {})
+    shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    out = _kernel.call((x, weights, labels, bias), kwargs, **shared)
+    if not return_stats:
+        return out
+    return out[0], LossStatistics(*(jax.lax.stop_gradient(a) for a in out[1]))

@@ -1,0 +1,264 @@
+"""The linear cross entropy against float64, and in how much memory it runs."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.kernels.linear_cross_entropy.params import ChunkParams
+from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
+from ejkernel.modules.linear_cross_entropy import LossArgumentError
+from tests.kernels.contract import OperationCase, check
+
+CHUNKS = {
+    "at once": ChunkParams(rows=64, columns=16, loss_rows=4),
+    "in turn": ChunkParams(rows=6, columns=5, loss_rows=6),
+    "not even": ChunkParams(rows=5, columns=None, loss_rows=7),
+}
+
+
+def oracle(
+    x, weights, labels, bias, ignore_index=None, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, reduction="mean"
+):
+    """One-hot targets, JAX's own softmax, the gradient by JAX."""
+    logits = x @ weights if bias is None else x @ weights + bias
+    if logits_soft_cap is not None:
+        logits = jnp.tanh(logits / logits_soft_cap) * logits_soft_cap
+    vocabulary = weights.shape[1]
+    targets = jax.nn.one_hot(labels, vocabulary) * (1 - label_smoothing) + label_smoothing / vocabulary
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    loss = -jnp.sum(targets * jax.nn.log_softmax(logits, axis=-1), axis=-1) + z_loss * lse**2
+    counts = jnp.ones(labels.shape) if ignore_index is None else (labels != ignore_index).astype(float)
+    loss = jnp.where(counts > 0, loss, 0.0)
+    return {"mean": lambda: loss.sum() / counts.sum(), "sum": loss.sum, "none": lambda: loss}[reduction]()
+
+
+def case(name, *shape, vocabulary=37, bias=False, ignored=False, **options):
+    def make(rng):
+        labels = rng.integers(0, vocabulary, shape[:-1]).astype(np.int32)
+        if ignored:
+            labels[::3] = -100
+        weights = rng.normal(size=(shape[-1], vocabulary)) / shape[-1] ** 0.5
+        return [rng.normal(size=shape), weights, labels, rng.normal(size=vocabulary) if bias else None]
+
+    kwargs = options.pop("kwargs", {}) | ({"ignore_index": -100} if ignored else {})
+    return OperationCase(name, make, kwargs=kwargs, **options)
+
+
+CASES = [
+    case("plain", 18, 8),
+    case("as many rows as the weights have", 18, 18),
+    case("three axes", 3, 6, 8, bias=True),
+    case("sum, some ignored", 18, 8, ignored=True, kwargs={"reduction": "sum"}),
+    case("mean, some ignored, bias", 18, 8, ignored=True, bias=True),
+    case("none", 18, 8, kwargs={"reduction": "none"}),
+    case("none, all else", 18, 18, bias=True, ignored=True, kwargs={
+        "reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 2.0}),
+    case("smoothing", 18, 8, kwargs={"label_smoothing": 0.2}),
+    case("z-loss", 18, 8, kwargs={"z_loss": 0.1}),
+    case("soft cap, bias", 18, 8, bias=True, kwargs={"logits_soft_cap": 1.5}),
+    case("one row", 1, 8),
+    case("bfloat16", 18, 8, dtype="bfloat16", limit=1e-2),
+    case("bfloat16, as many rows as the weights have", 18, 18, dtype="bfloat16", limit=1e-2),
+    case("bfloat16, all else", 18, 6, dtype="bfloat16", bias=True, ignored=True, limit=2e-2, kwargs={
+        "label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 3.0}),
+    case("float16", 18, 6, dtype="float16"),
+]  # fmt: skip
+
+
+@pytest.mark.thin(7)
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_loss_and_gradients_agree_with_float64(case, chunks, platform):
+    params = CHUNKS[chunks]
+    check(LinearCrossEntropy, platform, case, oracle, fwd_params=params, bwd_params=params)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_loss_and_gradients_agree_on_a_gpu(case, platform):
+    params = CHUNKS["in turn"]
+    check(LinearCrossEntropy, platform, case, oracle, fwd_params=params, bwd_params=params)
+
+
+# --- Several devices ---
+
+SHARED = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 2.0}
+
+
+def inputs(rows=24, height=8, vocabulary=32):
+    arrays = case("", rows, height, vocabulary=vocabulary, bias=True, ignored=True).arrays()
+    x, weights, labels, bias = (jnp.asarray(a) for a in arrays if a is not None)
+    return x, weights, labels, bias
+
+
+def value_and_gradients(fn, x, weights, labels, bias):
+    """Of a loss that is not merely summed: the cotangent is not 1."""
+    run = lambda x, w, b: jnp.sum(jnp.sin(fn(x, w, labels, b)))
+    return jax.jit(jax.value_and_grad(run, (0, 1, 2)))(x, weights, bias)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("chunk", [8, 64])
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vocabulary_on_four_devices_is_the_whole_one(reduction, tracked, chunk):
+    args = inputs()
+    cfg = LinearCrossEntropyConfig(ChunkParams(rows=chunk), ChunkParams(rows=chunk))
+    loss = lambda x, w, y, b, **more: linear_cross_entropy(
+        x, w, y, bias=b, reduction=reduction, cfg=cfg, **SHARED, **more
+    )
+    mesh = jax.make_mesh((4,), ("v",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.shard_map(
+        partial(loss, axis_name="v"),
+        mesh=mesh,
+        in_specs=(P(), P(None, "v"), P(), P("v")),
+        out_specs=P(),
+        check_vma=tracked,
+    )
+    got, want = (value_and_gradients(fn, *args) for fn in (spread, loss))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_rows_and_vocabulary_may_both_be_spread(tracked):
+    args = inputs()
+    loss = lambda x, w, y, b, **more: linear_cross_entropy(x, w, y, bias=b, **SHARED, **more)
+    mesh = jax.make_mesh((2, 2), ("d", "v"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = (P("d"), P(None, "v"), P("d"), P("v"))
+    names = {"axis_name": "v", "batch_axis_name": "d"}
+    spread = jax.shard_map(partial(loss, **names), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=tracked)
+    got, want = (value_and_gradients(fn, *args) for fn in (spread, loss))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
+
+
+def test_rows_may_be_sharded_under_plain_jit():
+    x, weights, labels, bias = inputs()
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, P("d"))
+    loss = lambda x, w, y, b: linear_cross_entropy(x, w, y, bias=b, **SHARED)
+    want = value_and_gradients(loss, x, weights, labels, bias)
+    got = value_and_gradients(loss, jax.device_put(x, rows), weights, jax.device_put(labels, rows), bias)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
+
+
+# --- Statistics, values that stand out ---
+
+
+def test_statistics_of_rows():
+    x, weights, labels, bias = inputs()
+    loss, stats = linear_cross_entropy(x, weights, labels, bias=bias, return_stats=True, ignore_index=-100)
+    logits = x @ weights + bias
+    np.testing.assert_allclose(stats.log_sum_exp, jax.nn.logsumexp(logits, axis=1), rtol=1e-5)
+    np.testing.assert_array_equal(stats.correct, jnp.argmax(logits, axis=1) == labels)
+    run = lambda x: linear_cross_entropy(x, weights, labels, bias=bias, ignore_index=-100, return_stats=True)
+    grads = jax.grad(lambda x: (lambda out: out[0] + 0.0 * out[1].log_sum_exp.sum())(run(x)))(x)
+    alone = jax.grad(lambda x: linear_cross_entropy(x, weights, labels, bias=bias, ignore_index=-100))(x)
+    np.testing.assert_array_equal(grads, alone)
+    assert loss == linear_cross_entropy(x, weights, labels, bias=bias, ignore_index=-100)
+
+
+def test_no_row_that_counts_is_a_loss_of_zero():
+    x, weights, labels, _ = inputs()
+    run = lambda x, w: linear_cross_entropy(x, w, jnp.full_like(labels, -100), ignore_index=-100)
+    loss, grads = jax.value_and_grad(run, (0, 1))(x, weights)
+    assert loss == 0
+    assert all(not g.any() for g in grads)
+
+
+@pytest.mark.parametrize("label", [-1, 32])
+def test_a_label_outside_of_the_vocabulary_is_nan_and_not_a_number(label):
+    x, weights, labels, _ = inputs()
+    labels = jnp.abs(labels % 32).at[3].set(label)
+    losses = linear_cross_entropy(x, weights, labels, reduction="none")
+    assert jnp.isnan(losses).tolist() == [i == 3 for i in range(24)]
+    assert jnp.isnan(jax.grad(linear_cross_entropy)(x, weights, labels)[3]).all()
+
+
+def test_large_logits_neither_overflow_nor_vanish():
+    x, weights, labels, bias = inputs()
+    big = linear_cross_entropy(x * 1e4, weights, labels, bias=bias - 3e4, ignore_index=-100)
+    want = oracle(x * 1e4, weights, labels, bias - 3e4, ignore_index=-100)
+    np.testing.assert_allclose(big, want, rtol=1e-5)
+
+
+def test_second_derivatives_agree_with_plain_jax():
+    x, weights, labels, bias = inputs(rows=6)
+    ours = lambda x: linear_cross_entropy(x, weights, labels, bias=bias, ignore_index=-100)
+    plain = lambda x: oracle(x, weights, labels, bias, ignore_index=-100)
+    of = lambda fn: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(fn)(x))))(x)
+    np.testing.assert_allclose(of(ours), of(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_agrees_with_a_loop():
+    x, weights, labels, _ = inputs()
+    x, labels = x.reshape(3, 8, 8), jnp.abs(labels % 32).reshape(3, 8)
+    run = lambda x, y: linear_cross_entropy(x, weights, y)
+    want = jnp.stack([run(*pair) for pair in zip(x, labels, strict=True)])
+    np.testing.assert_allclose(jax.vmap(run)(x, labels), want, rtol=1e-6)
+
+
+def test_a_last_chunk_that_is_not_whole_counts_rows_once():
+    x, weights, labels, _ = inputs()
+    of = lambda rows: jax.grad(
+        lambda w: linear_cross_entropy(
+            x, w, labels, ignore_index=-100, cfg=LinearCrossEntropyConfig(ChunkParams(rows=rows))
+        )
+    )(weights)
+    np.testing.assert_allclose(of(7), of(24), rtol=1e-5, atol=1e-7)
+
+
+# --- Memory ---
+
+
+def temporaries(fn, *args):
+    memory = jax.jit(fn).lower(*args).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_that_of_a_chunk(dtype):
+    rows, height, vocabulary = 2048, 64, 4096
+    shapes = [((rows, height), dtype), ((height, vocabulary), dtype), ((rows,), "int32")]
+    args = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    cfg = LinearCrossEntropyConfig(ChunkParams(rows=64, columns=512, loss_rows=64))
+    loss = lambda x, w, y: linear_cross_entropy(x, w, y, cfg=cfg)
+    chunk, width = 64 * vocabulary, 4  # A CPU computes in float32.
+    total = height * vocabulary * 4
+    assert temporaries(loss, *args) < 3 * chunk * width
+    assert temporaries(jax.value_and_grad(loss, (0, 1)), *args) < 4 * chunk * width + 2 * total
+    assert temporaries(jax.value_and_grad(oracle_of_four, (0, 1)), *args) > 10 * chunk * width
+
+
+def oracle_of_four(x, weights, labels):
+    return oracle(x, weights, labels, None)
+
+
+# --- Errors ---
+
+
+@pytest.mark.parametrize(
+    ("change", "kwargs", "words"),
+    [
+        ({"weights": jnp.zeros((32, 8))}, {}, "Transpose weights that are"),
+        ({"labels": jnp.zeros(24)}, {}, "labels must be integers of shape"),
+        ({"labels": jnp.zeros(3, int)}, {}, r"labels must be integers of shape \(24,\)"),
+        ({"x": jnp.zeros((24, 8), int)}, {}, "x must be of a floating dtype"),
+        ({}, {"bias": jnp.zeros(8)}, r"bias must have shape \(32,\), got \(8,\)"),
+        ({}, {"reduction": "avg"}, "reduction must be one of mean, sum, none"),
+        ({}, {"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1"),
+        ({}, {"logits_soft_cap": -1.0}, "logits_soft_cap must be above 0"),
+    ],
+)
+def test_wrong_arguments_are_named(change, kwargs, words):
+    x, weights, labels, _ = inputs()
+    given = {"x": x, "weights": weights, "labels": labels} | change
+    with pytest.raises(LossArgumentError, match=words):
+        linear_cross_entropy(**given, **kwargs)
