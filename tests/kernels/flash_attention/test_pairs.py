@@ -288,7 +288,49 @@ def test_backward_elsewhere_stays_with_the_forward_if_it_can(monkeypatch):
     for forward in ("cudnn", "triton", "xla"):
         assert guess(backward=True, forward=forward, causal=True).platform == forward
     assert guess(backward=True, forward="cudnn", causal=True).bwd_params is None
+    assert guess(backward=True, forward="cudnn", causal=True, dtype=jnp.float32).platform == "triton"
     assert guess(backward=True, forward="triton", bias=jnp.zeros((256, 1))).platform == "xla"
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("backward", [False, True])
+def test_config_of_another_shape_is_not_taken_if_its_backend_is_slower_here(backward, tmp_path, monkeypatch):
+    chain = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(path=tmp_path))
+    assert chain.persistent is not None
+    far, near = call(backward=backward, length=512), call(backward=backward, length=256)
+    tuned = FlashAttention().cfg_on("triton", far, backward=backward)
+    chain.persistent.put(*far.key, tuned, signature=far.signature, kernel=FlashAttention())
+    assert chain.explain(near, near.kernel).cfg.platform == "cudnn"
+    # Where nothing was measured, what was tuned says more than an order.
+    monkeypatch.setattr(rule, "is_known", lambda capability: False)
+    assert chain.explain(near, near.kernel).cfg == tuned
+
+
+def test_page_has_the_table_of_the_rule():
+    page = (Path(__file__).parents[3] / "docs/flash_attention.md").read_text()
+    shown = page.partition("<!-- rule -->")[2].partition("<!-- end of rule -->")[0].strip().splitlines()[2:]
+    by = lambda kind, backward: "`mosaic`" if kind.is_ours(backward=backward) else "`cudnn`"
+    figure = lambda ratio: "-" if ratio is None else f"{ratio:.2f}"
+    rows = [
+        f"| {k.name} | {k.at} | {figure(k.forward)} | {figure(k.both)} | {by(k, False)} | {by(k, True)} |"
+        for k in rule.KINDS
+    ]
+    assert shown == rows, "docs/flash_attention.md should have\n" + "\n".join(rows)
+
+
+def test_rule_knows_every_backend_and_gives_each_call_one_kind():
+    names = [backend.platform for backend in FlashAttention.backends]
+    for q_len, kv_len, head_dim, group, banded, full in itertools.product(
+        (1, 4096), (1, 197, 256, 512, 4096), (64, 112, 256), (1, 8), (False, True), (False, True)
+    ):
+        facts = rule.Facts(q_len, kv_len, head_dim, group, banded, full)
+        for backward in (False, True):
+            order = rule.order(facts, backward=backward)
+            assert sorted(order) == sorted(names)
+            assert (order[0] == "mosaic") == rule.kind_of(facts).is_ours(backward=backward)
+    used = {rule.kind_of(rule.Facts(4096, n, d, g, b, f)).name for n, d, g, b, f in itertools.product(
+        (197, 256, 512, 4096), (64, 112, 256), (1, 8), (False, True), (False, True))}  # fmt: skip
+    assert used == {kind.name for kind in rule.KINDS}, "a kind that no call is of"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
