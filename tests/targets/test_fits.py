@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 
+import jax
 import pytest
 
 from ejkernel.cli import suites
@@ -19,6 +20,7 @@ from ejkernel.kernels.flash_attention.workloads import attention
 from ejkernel.kernels.grouped_matmul import tiles
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.workloads import product
+from ejkernel.modules import linear_cross_entropy
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.tuning import ahead
 from ejkernel.ops.utils import targets
@@ -157,3 +159,18 @@ def test_shared_memory_of_hopper_kernels(op_id, part):
         compiled(target, inv, "mosaic", deeper)
     needed = int(re.search(r"smem_bytes=(\d+)", str(caught.value))[1])
     assert abs(needed - size(deeper)) <= 2048
+
+
+# --- Memory of whole programs ---
+
+
+@pytest.mark.parametrize("target", ["sm_90a"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_memory_of_the_loss_with_gradients(target, place):
+    workload = OPERATIONS["linear_cross_entropy"].workloads("gpu")[place]
+    (x, weights, labels), _ = workload.abstract()
+    run = lambda x, w, y: jax.value_and_grad(linear_cross_entropy, (0, 1))(x, w, y)
+    with targets.compiling_for(TARGETS[target], device(TARGETS[target])):
+        program = ahead.compile_program(run, (x, weights, labels), device(TARGETS[target]))
+    assert program.temp_bytes <= (0.4e9, 1.5e9, 0.5e9)[place]
+    assert program.temp_bytes < 0.25 * 2 * labels.size * weights.shape[1] * 2  # A quarter of logits and their gradient.

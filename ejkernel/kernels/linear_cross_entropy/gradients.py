@@ -110,6 +110,7 @@ def _at_once(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
 def _in_turn(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
     """Chunk by chunk: the weights' gradient is a sum in float32."""
     x, weights, labels, bias, rule, factor = call
+    assert factor is not None
     chunks, kept, stored = Chunks(len(x), params.rows), kept_dtype(weights), call.stored
     # The last chunk's gradient of the logits stays where the weights' gradient will be.
     held = chunks.rows == weights.shape[0] and stored == kept and kept.itemsize == 2

@@ -55,7 +55,7 @@ def backward(
         found, dout = gradients(call, params or _guess(call))[1], None
     else:
         found = residuals
-    scaled = lambda g: g if dout is None or g is None else g.astype(call.wide) * dout
+    scaled = lambda g: g if dout is None else g.astype(call.wide) * dout
     pairs = ((found.x, x), (found.weights, weights), (None, labels), (found.bias, bias))
     return tuple(None if g is None else scaled(g).astype(like.dtype).reshape(like.shape) for g, like in pairs)
 

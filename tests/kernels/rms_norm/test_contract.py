@@ -62,6 +62,7 @@ def test_backend_agrees_with_float64_or_refuses(case, platform):
     check(RmsNorm, platform, case, oracle)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("case", LANES, ids=lambda case: case.name)
 def test_tpu_backend_agrees_with_float64_or_refuses(case):
     blocks = RowParams(rows=16)
