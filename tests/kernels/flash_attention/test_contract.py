@@ -160,7 +160,7 @@ def test_tiles_between_segments_are_not_touched(platform, by_mask):
     make = {"attention_mask": pairs} if by_mask else {"q_segment_ids": jnp.asarray(ids)[None]}
     params = {"q_blocksize": size, "kv_blocksize": size}
     args, kwargs = Case("segments", 1, 4 * size, 4 * size, 1, 1, 16, make=make).arrays()
-    call = through(platform, fwd=FwdParams(**params), bwd=BwdParams(**params))
+    call = through(platform, fwd_params=FwdParams(**params), bwd_params=BwdParams(**params))
     poisoned = [None if x is None else x.at[:, size : 2 * size].set(jnp.nan) for x in args]
     got, want = attend(call, poisoned, kwargs), truth(args, kwargs)
     kept = np.r_[:size, 2 * size : 4 * size]
@@ -171,7 +171,7 @@ def test_tiles_between_segments_are_not_touched(platform, by_mask):
 def test_gradient_of_a_gradient_where_tiles_are_left_out(make):
     args, kwargs = Case("twice", 1, 40, 40, 2, 1, 8, make=make).arrays()
     blocks = {"q_blocksize": 16, "kv_blocksize": 16}
-    tiled = through("xla", fwd=FwdParams(**blocks), bwd=BwdParams(**blocks))
+    tiled = through("xla", fwd_params=FwdParams(**blocks), bwd_params=BwdParams(**blocks))
 
     def twice(call):
         loss = lambda x: (call(args[0], x, x, None, None, **kwargs) ** 2).sum()
