@@ -182,8 +182,6 @@ def large_sink(rng, case):
     return np.append(rng.normal(size=case.heads - 1), 200.0)
 
 
-_of_query = normal("b", 1, "q", 1)
-
 _COMMON = {
     "lengths": [(24, 24), (21, 37), (37, 21), (1, 24), (4, 3)],
     "causal": [False, True, "lower_right"],
@@ -197,15 +195,17 @@ _KERNELS = {
     "sliding_window": [None, 6, (5, None), (2, 9)],
     "heads": [(4, 2), (3, 3), (2, 1)],
     "dims": [(32, 32), (24, 40), (80, 16)],
-    "ids": [None, "sorted", "mixed"],
+    "ids": [None, "sorted", "mixed", "packed"],
+    "bias": [None, normal("b", 1, "q", "k"), normal("h", 1, "k")],
+    "attention_mask": [None, coin("b", 1, 1, "k"), blocks("b", "h", "q", "k"), coin("b", 1, "q", 1)],
     "softmax_scale": [None, 0.5],
     "dtype": ["float32", "bfloat16", "float16"],
 }
 _ARRAYS = {
     **_COMMON,
-    "platform": ["xla", "triton", "pallas", "reference"],
+    "platform": ["xla", "reference"],
     "lengths": [(24, 24), (21, 37), (4, 3)],
-    "bias": [None, normal("b", "h", "q", "k"), normal("h", 1, "k"), _of_query],
+    "bias": [None, normal("b", "h", "q", "k"), normal("h", 1, "k"), normal("b", 1, "q", 1)],
     "attention_mask": [None, coin("b", 1, "q", "k"), coin("b", 1, 1, "k"), coin("b", "h", "q", 1)],
     "ids": [None, "sorted", "packed"],
     "normalize_output": [None, False],
@@ -215,9 +215,6 @@ _ARRAYS = {
 def _pair(number, *, platform, lengths, ids=None, heads=(4, 2), dims=(16, 16), dtype="float32", **make):
     """A row of pairs as a case, and who is to serve it."""
     make = {name: x for name, x in make.items() if x is not None}
-    if platform in ("triton", "pallas"):  # They have none, and no gradient of such a bias.
-        make.pop("normalize_output", None)
-        make = {name: normal("b", 1, "q", "k") if x is _of_query else x for name, x in make.items()}
     if "dropout_prob" in make:
         make["dropout_seed"] = 11
     if ids == "packed":
