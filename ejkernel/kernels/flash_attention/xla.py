@@ -403,11 +403,10 @@ class _Tiles:
 
     def add_to_bias(self, dbias: Array, ds: Array, i: Array, j: Array) -> Array:
         ds = ds.sum(axis=[axis for axis, n in enumerate(dbias.shape) if n == 1], keepdims=True)
-        at = i * self.rows if dbias.shape[3] > 1 else 0, j * self.cols if dbias.shape[4] > 1 else 0
-        zero = jnp.zeros_like(i)
-        return lax.dynamic_update_slice(
-            dbias, self._cut(dbias, i, j) + ds, (zero, zero, zero, at[0] + zero, at[1] + zero)
-        )
+        at = (0, 0, 0, i * self.rows if dbias.shape[3] > 1 else 0, j * self.cols if dbias.shape[4] > 1 else 0)
+        # Of one type: with 64 bits enabled, the two loops may count in different ones.
+        starts = [jnp.asarray(n, jnp.int32) for n in at]
+        return lax.dynamic_update_slice(dbias, self._cut(dbias, i, j) + ds, starts)
 
     # --- Which tiles ---
 
