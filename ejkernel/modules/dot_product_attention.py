@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
@@ -101,7 +103,7 @@ def dot_product_attention(
     _check(q, k, v, bias, mask)
     q_lengths = _lengths("query_seq_lengths", query_seq_lengths, k.shape[0])
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, k.shape[0])
-    if not _is_ours(q, k):
+    if not _is_ours(q, k, scale):
         return jax_attention(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=q_lengths,
             key_value_seq_lengths=kv_lengths, local_window_size=local_window_size, return_residual=return_residual,
@@ -167,7 +169,7 @@ def _four_axes(x: Any) -> Array:
 
 
 def _check(query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None) -> None:
-    """Raises what JAX raises; whether bias and mask can be broadcast, `flash_attention` checks."""
+    """Raises what JAX raises."""
     if key.ndim != 4:
         raise _error(f"key must be [batch, kv, heads, head_dim], or without batch, got shape {key.shape}.")
     batch, _, kv_heads, head_dim = key.shape
@@ -186,9 +188,17 @@ def _check(query: Array, key: Array, value: Array, bias: Array | None, mask: Arr
         raise _error(f"query has {query.shape[2]} heads and key has {kv_heads}; the first must be a multiple.")
     if mask is not None and mask.dtype != jnp.bool_:
         raise _error(f"mask must be boolean (True attends), got {mask.dtype}. Additive masks are bias.")
+    full = (batch, query.shape[2], query.shape[1], key.shape[1])
     for name, x in (("mask", mask), ("bias", bias)):
-        if x is not None and x.ndim != 4:
+        if x is None:
+            continue
+        if x.ndim != 4:
             raise _error(f"{name} must have at most four axes, [batch, heads, q, kv], got shape {list(x.shape)}.")
+        if any(n not in (1, whole) for n, whole in zip(x.shape, full, strict=True)):
+            raise _error(
+                f"{name} must be broadcastable to [batch, heads, q, kv] = {list(full)}, got shape {list(x.shape)}. "
+                f"One value per key and batch is {name}[:, None, None, :]."
+            )
 
 
 def _lengths(name: str, x: Any, batch: int) -> Array | None:
@@ -200,22 +210,34 @@ def _lengths(name: str, x: Any, batch: int) -> Array | None:
     return x
 
 
-def _is_ours(query: Array, key: Array) -> bool:
-    """Whether there are kernels for these arrays: not for integers and 8 bits, nor for lengths that are not known."""
+def _is_ours(query: Array, key: Array, scale: Any) -> bool:
+    """Whether there are kernels for a call: not for integers and 8 bits, lengths that are not known, several scales."""
+    if np.ndim(scale) > 0:
+        return False
     floats = jnp.issubdtype(query.dtype, jnp.floating) and query.dtype.itemsize > 1
     return floats and all(isinstance(n, int) and n > 0 for n in (*query.shape[1:], *key.shape[1:]))
 
 
 def _window(window: Any, q_len: int, kv_len: int, mask: Array | None) -> tuple[tuple[Any, Any], Array | None]:
-    """The window, and the mask. A window that begins after a query's own place, or ends before it, is part of that."""
+    """The window, and the mask, which has windows that begin after a query's place, end before it, or are traced."""
     if window is None:
         return (None, None), mask
     left, right = (window, window) if isinstance(window, int) else window
-    if left >= 0 and right >= 0:
-        return (left, right), mask
-    rows, cols = jnp.arange(q_len)[:, None], jnp.arange(kv_len)
-    inside = ((cols >= rows - left) & (cols <= rows + right))[None, None]
+    try:
+        # As far as queries and keys reach: sums of places and bounds are int32.
+        left, right = _within(left, -kv_len, q_len), _within(right, -q_len, kv_len)
+    except TypeError:  # Traced, or no integers: JAX only compares with them.
+        pass
+    else:
+        if left >= 0 and right >= 0:
+            return (left, right), mask
+    rows, cols = jnp.arange(q_len)[:, None], jnp.arange(kv_len)[None, :]
+    inside = ((rows <= cols + left) & (rows >= cols - right))[None, None]
     return (None, None), inside if mask is None else mask & inside
+
+
+def _within(x: Any, least: int, most: int) -> int:
+    return min(max(operator.index(x), least), most)
 
 
 def _band(sight: Sight) -> dict[str, Any]:

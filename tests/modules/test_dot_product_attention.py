@@ -148,7 +148,7 @@ def test_errors_are_those_of_jax(message):
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_what_cannot_be_broadcast_is_refused(name):
     x = jnp.ones((3, 6, 6), bool if name == "mask" else None)
-    with pytest.raises(ValueError, match=f"{name} must be broadcastable"):
+    with pytest.raises(ValueError, match=f"dot_product_attention: {name} must be broadcastable"):
         dot_product_attention(*qkv(), **{name: x})
 
 
@@ -159,6 +159,37 @@ def test_traced_scale_has_a_gradient():
         quick_jit(jax.value_and_grad(lambda s, f=f: loss(f, s)))(0.4) for f in (dot_product_attention, theirs)
     )
     np.testing.assert_allclose(ours, other, rtol=1e-5)
+
+
+WINDOWS = {
+    "far": lambda f, mask: f(*qkv(), mask=mask, local_window_size=(2, 2**31 - 1)),
+    "far, from the next key on": lambda f, mask: f(*qkv(), mask=mask, local_window_size=(-1, 2**31 - 1)),
+    "traced": lambda f, mask: quick_jit(lambda n: f(*qkv(), mask=mask, local_window_size=(n, 0)))(2),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows_that_are_no_small_numbers(window):
+    mask = jnp.arange(6) % 3 != jnp.arange(6)[:, None] % 3
+    ours, other = (WINDOWS[window](f, mask) for f in (dot_product_attention, theirs))
+    np.testing.assert_allclose(ours, other, atol=2e-5)
+
+
+def test_several_scales():
+    scales = jnp.linspace(0.1, 1.0, 6)  # JAX takes what broadcasts to the logits: one for each key.
+    ours, other = (quick_jit(lambda s, f=f: f(*qkv(), scale=s))(scales) for f in (dot_product_attention, theirs))
+    np.testing.assert_allclose(ours, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("bias", [(6,), *fully((4, 6, 6), (2, 1, 6, 1))], ids=str)
+def test_64_bits(bias):
+    with jax.enable_x64(True):
+        q, k, v = qkv(dtype=jnp.float64)
+        bias = jnp.asarray(np.random.default_rng(1).normal(size=bias))
+        run = lambda f: quick_jit(lambda *args: jax.vjp(partial(f, is_causal=True), *args)[1](q))(q, k, v, bias)
+        for ours, other in zip(run(dot_product_attention), run(theirs), strict=True):
+            assert ours.dtype == other.dtype == jnp.float64
+            np.testing.assert_allclose(ours, other, atol=1e-5)  # JAX's softmax has 32 bits.
 
 
 def test_what_there_is_no_kernel_for_is_left_to_jax():
