@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
 from ejkernel.modules.dot_product_attention import attend
@@ -23,6 +24,7 @@ def equinox_attention(
     *,
     key: Any = None,
     inference: bool | None = None,
+    deterministic: bool | None = None,
     process_heads: Callable[..., Any] | None = None,
 ) -> Array:
     """What `layer(query, key_, value, mask, ...)` computes, for an `equinox.nn.MultiheadAttention`.
@@ -37,6 +39,7 @@ def equinox_attention(
       mask: Boolean [q, kv] or [heads, q, kv], True attends.
       key: A key of `jax.random`, for dropout. It drops other weights than Equinox would with it, as many.
       inference: Whether to drop none; by default what the layer says.
+      deterministic: The older name of `inference`.
       process_heads: Gets and returns the heads of query, key and value, each [length, heads, dim].
 
     Returns:
@@ -53,8 +56,9 @@ def equinox_attention(
             raise _error(f"process_heads must keep the shapes {shapes}, got {[x.shape for x in heads]}.")
     if mask is not None:
         mask = _four_axes(mask, (layer.num_heads, query.shape[0], key_.shape[0]))
-    options = _dropout(layer.dropout, key, inference)
-    query_heads, key_heads, value_heads = (x[None] for x in heads)
+    options = _dropout(layer.dropout, key, inference if deterministic is None else deterministic)
+    dtype = jnp.result_type(*heads)  # The layer's products promote too.
+    query_heads, key_heads, value_heads = (x[None].astype(dtype) for x in heads)
     out = attend(query_heads, key_heads, value_heads, None, Sight(mask=mask), **options)
     return jax.vmap(layer.output_proj)(out.reshape(query.shape[0], -1))
 

@@ -109,9 +109,9 @@ def _one_batch(x: Array, full: tuple[int, ...], name: str) -> Array:
     shape = (1,) * (len(full) - x.ndim) + x.shape
     if len(shape) != len(full) or any(n not in (1, whole) for n, whole in zip(shape, full, strict=True)):
         raise _error(f"{name} must be broadcastable to [batch..., heads, q, kv] = {list(full)}, got {list(x.shape)}.")
-    x = x.reshape(shape)
-    batch = (1,) if math.prod(shape[:-3]) == 1 else full[:-3]
-    return jnp.broadcast_to(x, (*batch, *shape[-3:])).reshape(math.prod(batch), *shape[-3:])
+    if all(n == 1 for n in shape[:-3]):
+        return x.reshape(1, *shape[-3:])
+    return jnp.broadcast_to(x.reshape(shape), (*full[:-3], *shape[-3:])).reshape(math.prod(full[:-3]), *shape[-3:])
 
 
 def _flax_own(arrays: tuple[Any, ...], module: Any, shared: dict[str, Any], **own: Any) -> Array:

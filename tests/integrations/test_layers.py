@@ -3,6 +3,7 @@
 import logging
 import os
 import tempfile
+from functools import partial
 
 # Keras reads these when it is imported, and writes its settings there.
 os.environ.update(KERAS_BACKEND="jax", KERAS_HOME=tempfile.mkdtemp(prefix="keras"))
@@ -164,6 +165,14 @@ def test_flax_types_are_promoted():
     assert jax.eval_shape(lambda q: flax_attention(q, q, q, dtype=jnp.bfloat16), q).dtype == jnp.bfloat16
 
 
+def test_flax_masks_with_fewer_axes_than_batches():
+    q = inputs(3, BATCH).reshape(3, BATCH, LENGTH, HEADS, -1)
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    want = flax_attention(q, q, q, is_causal=True)
+    for mask in (causal, causal[None, None, None]):
+        close(flax_attention(q, q, q, mask=mask, bias=jnp.zeros(LENGTH)), want)
+
+
 # --- Keras ---
 
 
@@ -216,6 +225,15 @@ def test_equinox_dropout_needs_a_key():
         call()
     with pytest.raises(AttentionArgumentError, match="mask must be boolean"):
         call(mask=jnp.ones((LENGTH, LENGTH)), inference=True)
+
+
+def test_equinox_types_are_promoted():
+    layer = equinox.nn.MultiheadAttention(HEADS, SIZE, dropout_p=0.5, dtype=jnp.bfloat16, key=jax.random.key(0))
+    x = inputs()[0]
+    call = lambda run: jax.eval_shape(lambda x: run(x.astype(jnp.bfloat16), x, x, deterministic=True), x)
+    with pytest.warns(UserWarning, match="deprecated in favour"):
+        want = call(layer)
+    assert call(partial(equinox_attention, layer)) == want
 
 
 @pytest.mark.full
