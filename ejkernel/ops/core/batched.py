@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel._compat import Axis
 from ejkernel.ops.core import dispatch
+from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, key_builder_of
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import get_device_platform, stable_json
@@ -99,7 +100,11 @@ class BatchedKernel(Kernel[Any, Any]):
 
     def asked(self, inv: Invocation[Any, Any]) -> Invocation[Any, Any]:
         """The call that the kernel's methods get: the batch if it runs batches itself, else one call."""
-        return replace(inv, kernel=self.inner) if self._is_native(inv) else self._one_of(inv)
+        return replace(inv, kernel=self._inner_of(inv)) if self._is_native(inv) else self._one_of(inv)
+
+    def _inner_of(self, inv: Invocation[Any, Any]) -> Kernel[Any, Any]:
+        """The kernel, or its backward if `inv` is one of the batch's: the two may support different calls."""
+        return BackwardKernel(self.inner) if isinstance(inv.kernel, BackwardKernel) else self.inner
 
     def _is_native(self, inv: Invocation[Any, Any]) -> bool:
         return native(self.inner, inv.context, inv.platform or get_device_platform()) is not None
@@ -108,7 +113,7 @@ class BatchedKernel(Kernel[Any, Any]):
         arrays, statics = arguments.split((inv.args, dict(inv.kwargs)))
         args, kwargs = arguments.merge(self.batch.single(arrays), statics)
         axes = self.inner._batch_axes(statics) if isinstance(self.inner, BatchedKernel) else None
-        return replace(inv, kernel=self.inner, args=args, kwargs=kwargs, batch_axes=axes)
+        return replace(inv, kernel=self._inner_of(inv), args=args, kwargs=kwargs, batch_axes=axes)
 
     def supports(self, inv: Invocation[Any, Any], platform: str) -> bool | str:
         """The kernel's own answer."""
