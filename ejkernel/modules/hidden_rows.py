@@ -44,27 +44,41 @@ class Sight:
             return ~seen
         return ~seen & (jnp.arange(q_len)[None, :, None] < self.q_lengths[:, None, None])
 
-    def _seen_by_place(self, q_len: int, kv_len: int) -> Array:
-        """[batch or 1, q, 1]: whether the first key that a row may see is before the last."""
+    def _reach(self, q_len: int, kv_len: int) -> tuple[Array, Array]:
+        """The first and the last key that a row may see by its place, each [batch or 1, q, 1]."""
         rows = jnp.arange(q_len)[None, :, None]
-        first = 0 if self.left is None else jnp.maximum(rows - self.left, 0)
-        last = kv_len - 1 if self.right is None else jnp.minimum(rows + self.right, kv_len - 1)
+        # Bounds may be as large as an int32 can be, so their sums with places may be too large for one.
+        left, right = (n if x is None else min(x, n) for x, n in ((self.left, q_len), (self.right, kv_len - 1)))
+        first, last = jnp.maximum(rows - left, 0), jnp.minimum(rows + right, kv_len - 1)
         if self.kv_lengths is not None:
             last = jnp.minimum(last, self.kv_lengths[:, None, None] - 1)
-        return jnp.broadcast_to(first <= last, jnp.broadcast_shapes(jnp.shape(first <= last), (1, q_len, 1)))
+        return first, last
+
+    def _seen_by_place(self, q_len: int, kv_len: int) -> Array:
+        """[batch or 1, q, 1]: whether the first key that a row may see is before the last."""
+        first, last = self._reach(q_len, kv_len)
+        return first <= last
 
     def _seen_by_mask(self, q_len: int, kv_len: int) -> Array:
-        """[batch or 1, q or 1, heads or 1]: whether any key is left of a row."""
-        rows, cols = jnp.arange(q_len)[:, None], jnp.arange(kv_len)[None, :]
+        """[batch or 1, q or 1, heads or 1]: whether any key is left of a row.
+
+        Of a mask that is the same for all rows, or for all keys, nothing as large as rows times keys is made.
+        """
         assert self.mask is not None
-        left = self.mask
-        if self.left is not None:
-            left = left & (cols >= rows - self.left)
-        if self.right is not None:
-            left = left & (cols <= rows + self.right)
-        if self.kv_lengths is not None:
-            left = left & (cols < self.kv_lengths[:, None, None, None])
-        return left.any(axis=-1).swapaxes(1, 2)
+        if self.mask.shape[3] == 1:
+            return self.mask[..., 0].swapaxes(1, 2) & self._seen_by_place(q_len, kv_len)
+        first, last = self._reach(q_len, kv_len)
+        if self.mask.shape[2] == 1:
+            # How many keys are left before each place, of which two say how many are between them.
+            before = jnp.cumsum(self.mask[:, :, 0], axis=2, dtype=jnp.int32)
+            before = jnp.pad(before, ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
+            at = lambda place: jnp.take_along_axis(before, jnp.clip(place, 0, kv_len), axis=1)
+            return (first <= last) & (at(last + 1) > at(first))
+        if self.left is None and self.right is None and self.kv_lengths is None:
+            return self.mask.any(axis=-1).swapaxes(1, 2)
+        cols = jnp.arange(kv_len)
+        inside = (cols >= first) & (cols <= last)
+        return (self.mask & inside[:, None]).any(axis=-1).swapaxes(1, 2)
 
 
 @jax.jit

@@ -1,6 +1,7 @@
 """`dot_product_attention` against `jax.nn.dot_product_attention`: results, gradients, errors, signature."""
 
 import inspect
+import itertools
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import dot_product_attention
+from ejkernel.modules.hidden_rows import Sight
 from tests.kernels.contract import outputs, quick_jit
 from tests.kernels.flash_attention.cases import pairwise
 from tests.support import fully
@@ -221,3 +223,25 @@ def test_arrays_with_shardings_in_their_types(specs):
             )
         for ours, other in zip(got, want, strict=True):
             np.testing.assert_allclose(ours, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("axes", ["bhqk", "b1qk", "b11k", "1h1k", "bhq1", "b1q1"])
+def test_rows_that_see_nothing_are_found_for_every_kind_of_mask(axes):
+    rng, sizes = np.random.default_rng(0), {"b": 2, "h": 3, "q": 7, "k": 5, "1": 1}
+    mask = rng.random([sizes[a] for a in axes]) < 0.3
+    place = np.arange(5) - np.arange(7)[:, None]
+    for left, right, lengths in itertools.product((None, 0, 2, 2**31 - 1), (None, 0, 1, 2**31 - 1), (None, [0, 3])):
+        sight = Sight(
+            mask=jnp.asarray(mask), left=left, right=right, kv_lengths=None if lengths is None else jnp.asarray(lengths)
+        )
+        seen = np.broadcast_to(mask, (2, 3, 7, 5)) & (place >= -(left if left is not None else 99))
+        seen = seen & (place <= (right if right is not None else 99))
+        seen = seen if lengths is None else seen & (np.arange(5) < np.asarray(lengths)[:, None, None, None])
+        found = np.broadcast_to(sight.hidden_rows(7, 5), (2, 7, 3))
+        np.testing.assert_array_equal(found, ~seen.any(axis=3).swapaxes(1, 2), f"{left}, {right}, {lengths}")
+
+
+def test_a_mask_of_keys_takes_no_memory_of_rows_times_keys():
+    rows = jax.jit(lambda mask: Sight(mask=mask, right=0).hidden_rows(4096, 4096))
+    compiled = rows.lower(jax.ShapeDtypeStruct((2, 1, 1, 4096), jnp.bool_)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
