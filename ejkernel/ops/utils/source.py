@@ -288,18 +288,27 @@ def _imported_inside(names: set[str], package: str) -> Iterator[Path]:
             yield from (file for file in files if file.is_file())
 
 
-def _module_files(name: str, package: str, seen: frozenset[str] = frozenset()) -> set[Path]:
+def _module_files(name: str, package: str) -> set[Path]:
     """The file of a module, and those of the modules of the same package that it imports; none of them is imported."""
-    if name in seen or name.partition(".")[0] != package or f"{name}.".startswith(_FRAMEWORK):
-        return set()
-    roots = getattr(sys.modules.get(package), "__path__", [])
-    paths = [Path(root, *name.split(".")[1:]).with_suffix(".py") for root in roots]
-    found = {path for path in paths if path.is_file()}
-    for path in set(found):
-        for node in ast.walk(ast.parse(path.read_text())):
-            inner = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                inner = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            for other in inner:
-                found |= _module_files(other, package, seen | {name})
-    return found
+    files: set[Path] = set()
+    waiting, seen = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name.partition(".")[0] != package or f"{name}.".startswith(_FRAMEWORK):
+            continue
+        seen.add(name)
+        for root in getattr(sys.modules.get(package), "__path__", []):
+            path = Path(root, *name.split(".")[1:]).with_suffix(".py")
+            if path.is_file():
+                files.add(path)
+                waiting += _imports(path)
+    return files
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Names that a file imports, each of which may be a module or what is in one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
