@@ -202,14 +202,17 @@ _KERNELS = {
     "dtype": ["float32", "bfloat16", "float16"],
 }
 _ARRAYS = {
-    **_COMMON,
     "platform": ["xla", "reference"],
-    "lengths": [(24, 24), (21, 37), (4, 3)],
-    "bias": [None, normal("b", "h", "q", "k"), normal("h", 1, "k"), normal("b", 1, "q", 1)],
-    "attention_mask": [None, coin("b", 1, "q", "k"), coin("b", 1, 1, "k"), coin("b", "h", "q", 1)],
-    "ids": [None, "sorted", "packed"],
+    "lengths": [(21, 37), (4, 3)],
+    "causal": [False, True, "lower_right"],
+    "softmax_aux": [None, large_sink],
+    "bias": [None, normal("b", "h", "q", "k"), normal("b", 1, "q", 1)],
+    "attention_mask": [None, coin("b", "h", "q", 1)],
+    "ids": [None, "packed"],
+    "dropout_prob": [None, 0.3],
     "normalize_output": [None, False],
 }
+"""What only these two serve."""
 
 
 def _pair(number, *, platform, lengths, ids=None, heads=(4, 2), dims=(16, 16), dtype="float32", **make):
