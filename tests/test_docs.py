@@ -28,7 +28,8 @@ PAGES = [p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "\n```" 
 TAKE_LONG = {
     "tutorial.md", "offline.md", "ci.md", "fused_kernel.py", "transformer.py", "tune_offline.py",
     # What these show has tests of its own.
-    "cli.md", "gradients.md", "sharing.md", "devices.md", "switching.md", "shared_choice.py", "processes.py",
+    "cli.md", "gradients.md", "sharing.md", "devices.md", "switching.md", "backends.md", "authors.md",
+    "grouped_matmul.md", "experts.py", "shared_choice.py", "processes.py",
 }  # fmt: skip
 """In the full suite, and partly in `make walk-through`."""
 

@@ -41,6 +41,7 @@ def asked(kind):
     return functools.reduce(operator.or_, (calls_of(op_id, kind) for op_id in OPERATIONS))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("path", PACKS, ids=lambda path: path.name)
 def test_a_pack_is_whole_and_its_configs_are_measured_or_ranked(path):
     pack = packs.read(path)

@@ -191,11 +191,11 @@ _COMMON = {
 }
 _KERNELS = {
     **_COMMON,
-    "platform": ["xla", "triton", "pallas", "reference"],
-    "sliding_window": [None, 6, (5, None), (2, 9)],
+    "platform": ["xla", "triton", "pallas"],
+    "sliding_window": [None, (5, None), (2, 9)],
     "heads": [(4, 2), (3, 3), (2, 1)],
     "dims": [(32, 32), (24, 40), (80, 16)],
-    "ids": [None, "sorted", "mixed", "packed"],
+    "ids": [None, "mixed", "packed"],
     "bias": [None, normal("b", 1, "q", "k"), normal("h", 1, "k")],
     "attention_mask": [None, coin("b", 1, 1, "k"), blocks("b", "h", "q", "k"), coin("b", 1, "q", 1)],
     "softmax_scale": [None, 0.5],
