@@ -5,8 +5,9 @@ measured, as times of cuDNN over times of ours; a call is of the first kind that
 decide. So a new measurement is a new figure here, or a new kind before those that fit too much. Where one of the two
 does not support a call, the other one runs, then `triton`, then `xla`. docs/flash_attention.md shows the same table.
 
-Figures: one H200, JAX 0.11.2, bfloat16, device time by CUPTI, medians of rounds in which all take turns. To repeat
-them: `python -m benchmarks.attention_kinds --rounds 30`.
+Figures: one H200, JAX 0.11.2, bfloat16, device time by CUPTI, medians of rounds in which all take turns. The tables are
+in `benchmarks/results/` (attention-shapes, hopper-forward); `python -m benchmarks.attention_kinds` measures each kind
+again.
 """
 
 from __future__ import annotations
