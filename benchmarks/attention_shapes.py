@@ -1,15 +1,18 @@
 """Attention at shapes drawn at random from what models use: an untuned call beside every backend that serves it.
 
     python -m benchmarks.attention_shapes --count 30 --rounds 20 --out results.md
+    for i in 0 1 2 3; do python -m benchmarks.attention_shapes --part $i/4 --lock turn & done; wait  # sooner
 
 No store and no pack is read. Device time by CUPTI, all calls of a shape interleaved in random order, medians. The last
-column is the time of the best backend over that of the untuned call, forward and forward with backward.
+column is the time of the best backend over that of the untuned call, forward and forward with backward. With `--lock`,
+processes that compile at the same time take turns on the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
 import random
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from filelock import FileLock
 
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
@@ -179,6 +183,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=17)
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="whom to measure, comma-separated")
+    parser.add_argument("--part", default="0/1", help="which shapes: every n-th from the i-th on, as i/n")
+    parser.add_argument("--lock", help="a file that is locked while something is measured")
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     random.seed(options.seed)
@@ -190,15 +197,19 @@ def main() -> None:
         "|---" * 11 + "|",
     ]
     print("\n".join(lines), flush=True)
-    shapes = draw(options.count, options.seed)
-    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+    first, parts = map(int, options.part.split("/"))
+    shapes = draw(options.count, options.seed)[first::parts]
+    turn = FileLock(options.lock) if options.lock else contextlib.nullcontext()
+    with concurrent.futures.ThreadPoolExecutor(max(2, 14 // parts)) as pool:
         submit = lambda shape, backward: {
             name: pool.submit(partial(compiled, shape, None if name == "untuned" else name, backward))
-            for name in ("untuned", *BACKENDS)
+            for name in ("untuned", *options.backends.split(","))
         }
         jobs = [(shape, submit(shape, False), submit(shape, True)) for shape in shapes]
-        for shape, forward, both in jobs:
-            found = [measure(shape, each, options.rounds, options.seed) for each in (forward, both)]
+        for shape, *passes in jobs:
+            concurrent.futures.wait([job for each in passes for job in each.values()])
+            with turn:
+                found = [measure(shape, each, options.rounds, options.seed) for each in passes]
             lines.append(line(shape, *found))
             print(lines[-1], flush=True)
             if options.out:

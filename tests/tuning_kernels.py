@@ -201,7 +201,7 @@ class ByValue(Kernel[Work, jax.Array]):
     """`2 * x`; a config is slow where the values are of the other sign than its tag."""
 
     def run(self, x, *, cfg):
-        loops = jnp.where(x[0] * cfg.tag < 0, SLOW, 1) if cfg.tag else 100
+        loops = jnp.where(x[0] * cfg.tag < 0, SLOW, 1) if cfg.tag else 300
         wasted = jax.lax.fori_loop(0, loops, lambda _, y: jnp.tanh(y) + 0.1, x)
         out = 2 * x + 0 * wasted
         return out if not cfg.fault else jnp.where(x[0] < 0, 3 * x, out)
