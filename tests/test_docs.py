@@ -29,7 +29,7 @@ TAKE_LONG = {
     "tutorial.md", "offline.md", "ci.md", "fused_kernel.py", "transformer.py", "tune_offline.py",
     # What these show has tests of its own.
     "cli.md", "gradients.md", "sharing.md", "devices.md", "switching.md", "backends.md", "authors.md",
-    "grouped_matmul.md", "experts.py", "shared_choice.py", "processes.py",
+    "flash_attention.md", "grouped_matmul.md", "experts.py", "shared_choice.py", "processes.py",
 }  # fmt: skip
 """In the full suite, and partly in `make walk-through`."""
 

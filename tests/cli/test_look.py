@@ -331,6 +331,7 @@ class Loud(Mixer):
 """
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("command", [["tune", "--isolation", "thread"], ["bench", "--rounds", "3"], ["explain"]])
 def test_json_is_alone_on_the_standard_output(tmp_path, command):
     (tmp_path / "loud.py").write_text(LOUD)

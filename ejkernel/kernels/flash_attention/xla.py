@@ -30,12 +30,26 @@ TILE_SCORES = 1 << 20
 """Scores of one tile over all heads that a CPU's caches still hold, or nearly."""
 SPARSE_TILE_SCORES = 1 << 15
 """The same for calls whose arrays leave out tiles: of large ones less is left out."""
+FEW_QUERIES, FEW_KEYS = 16, 512
+"""Up to so many there is one tile for all keys."""
 
 
-def default_blocks(heads: int, q_len: int, kv_len: int, *, sparse: bool = False) -> tuple[int, int]:
-    """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together."""
-    rows, cols = 512, 256
+def default_blocks(
+    heads: int, q_len: int, kv_len: int, *, sparse: bool = False, banded: bool = False
+) -> tuple[int, int]:
+    """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together.
+
+    `sparse` calls have arrays that leave out tiles, `banded` ones a causal mask or a window: of large tiles less is
+    left out. Others have all keys in a tile if keys or queries are few: then nothing is rescaled or padded.
+    """
     heads, most = known(heads), SPARSE_TILE_SCORES if sparse else TILE_SCORES
+    q_len, kv_len, rows, cols = max(q_len, 1), max(kv_len, 1), 512, 256
+    if q_len <= FEW_QUERIES and heads * q_len * kv_len <= most:
+        return q_len, kv_len
+    if banded:
+        rows, cols = (max(128, min(block, length // 64 * 16)) for block, length in ((rows, q_len), (cols, kv_len)))
+    elif kv_len <= FEW_KEYS and not sparse:
+        return fitted(max(64, most // (heads * kv_len) // 16 * 16), q_len), kv_len
     while heads * rows * cols > most and rows > 64:
         rows, cols = (rows // 2, cols) if rows > cols else (rows, cols // 2)
     return fitted(rows, q_len), fitted(cols, kv_len)
@@ -52,8 +66,9 @@ def known(size: Any) -> int:
 
 
 def fitted(block: int, length: int) -> int:
-    """`block`, or less if the sequence is shorter; a multiple of 16."""
-    return max(16, min(block, -(-length // 16) * 16))
+    """`block`, or less: the whole of a shorter sequence; of a longer one what leaves little of the last block empty."""
+    length = max(length, 1)
+    return length if block >= length else -(-length // (-(-length // block) * 16)) * 16
 
 
 def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
@@ -73,8 +88,13 @@ def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
     sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
     all_blocks = [(fitted(rows, q_len), fitted(cols, kv_len)) for rows in sizes for cols in sizes]
     small = [b for b in all_blocks if many * b[0] * b[1] <= 4 * TILE_SCORES]
-    sparse = _is_sparse(Attention.of(inv.args, inv.kwargs).extras)
-    return [default_blocks(many, q_len, kv_len, sparse=sparse), *small]
+    return [_default(Attention.of(inv.args, inv.kwargs)), *small]
+
+
+def _default(call: Attention) -> tuple[int, int]:
+    (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
+    banded = call.rules.lower is not None or call.rules.upper is not None
+    return default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(call.extras), banded=banded)
 
 
 def forward(
@@ -99,7 +119,7 @@ def _forward(
     all_tiles: bool,
 ) -> tuple[Array, masks.LogSum]:
     tiles = _Tiles.of(Attention(query, key, value, extras, rules), params, all_tiles=all_tiles)
-    rows = lax.map(partial(_forward_rows, tiles), jnp.arange(tiles.q_blocks, dtype=jnp.int32))
+    _, rows = _over_blocks(lambda carry, i: (carry, _forward_rows(tiles, i)), None, tiles.q_blocks)
     batch, q_len, heads, _ = query.shape
     joined = jax.tree.map(lambda x: _joined(x, 3), rows)
     out, sums = jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[3:])[:, :, :q_len], joined)
@@ -123,10 +143,21 @@ def _forward_rows(tiles: _Tiles, i: Array) -> tuple[Array, masks.LogSum]:
         o = o * alpha[..., None] + tiles.product("bkgqs,bksd->bkgqd", p, tiles.kv_block(tiles.v, j))
         return o, m_new, l
 
-    o, m, l = tiles.over_keys(i, step, tiles.start(q))
+    o, m, l = _softmax(tiles, q, i) if tiles.is_plain else tiles.over_keys(i, step, tiles.start(q))
     if not tiles.rules.normalize:
         return o, masks.log_sum(m, jnp.where(l == 0, 0.0, 1.0))
-    return o / jnp.where(l == 0, 1.0, l)[..., None], masks.log_sum(m, l)
+    total = l if tiles.is_plain else jnp.where(l == 0, 1.0, l)
+    return o / total[..., None], masks.log_sum(m, l)
+
+
+def _softmax(tiles: _Tiles, q: Array, i: Array) -> tuple[Array, Array, Array]:
+    """Output, maximum and sum of rows with one tile of keys that all see; XLA has kernels for just this on CPUs."""
+    first = jnp.zeros_like(i)
+    s = tiles.scores(q, i, first, masked=False)[0]
+    m = s.max(axis=-1)
+    p = jnp.exp(s - m[..., None])
+    weighted = tiles.product("bkgqs,bksd->bkgqd", tiles.dropped(p, i, first), tiles.kv_block(tiles.v, first))
+    return weighted, m, p.sum(axis=-1)
 
 
 def backward(
@@ -165,7 +196,7 @@ def _backward(
     saved = dout, lse, tiles.by_group(delta.swapaxes(1, 2), query.shape[1])
     carry = tiles.zeros(tiles.q.shape), None if tiles.bias is None else tiles.zeros(tiles.bias.shape)
     step = partial(_backward_columns, tiles, saved)
-    (dq, dbias), columns = lax.scan(step, carry, jnp.arange(tiles.kv_blocks, dtype=jnp.int32))
+    (dq, dbias), columns = _over_blocks(step, carry, tiles.kv_blocks)
     batch, q_len, heads, _ = query.shape
     dq = dq.reshape(batch, heads, *dq.shape[3:])[:, :, :q_len].swapaxes(1, 2).astype(query.dtype)
     dk, dv = (_joined(x, 2)[:, :, : key.shape[1]].swapaxes(1, 2) for x in columns)
@@ -216,6 +247,14 @@ def _derivable(run: Callable[..., Any], extras: Extras, rules: Rules) -> Callabl
     return call
 
 
+def _over_blocks(fn: Callable[[Any, Array], Any], carry: Any, count: int) -> tuple[Any, Any]:
+    """`lax.scan` of `fn` over the numbers of blocks; one block needs no loop."""
+    if count == 1:
+        carry, out = fn(carry, jnp.int32(0))
+        return carry, jax.tree.map(lambda x: x[None], out)
+    return lax.scan(fn, carry, jnp.arange(count, dtype=jnp.int32))
+
+
 def _joined(blocks: Array, axis: int) -> Array:
     """Blocks along the first axis as one axis at `axis`."""
     x = jnp.moveaxis(blocks, 0, axis)
@@ -247,9 +286,9 @@ class _Tiles:
         query, key, value, extras, rules = call
         batch, q_len, heads, _ = query.shape
         kv_len, kv_heads = key.shape[1:3]
-        guess = default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(extras))
-        rows = fitted(params.q_blocksize, q_len) if params and params.q_blocksize else guess[0]
-        cols = fitted(params.kv_blocksize, kv_len) if params and params.kv_blocksize else guess[1]
+        guess = _default(call)
+        rows = min(params.q_blocksize, max(q_len, 1)) if params and params.q_blocksize else guess[0]
+        cols = min(params.kv_blocksize, max(kv_len, 1)) if params and params.kv_blocksize else guess[1]
 
         def per_group(x: Array | None) -> Array | None:
             """[batch, heads, q, kv], each perhaps 1, cut and padded like the scores."""
@@ -410,8 +449,27 @@ class _Tiles:
 
     # --- Which tiles ---
 
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a tile may have to be masked."""
+        extras, bounds = self.extras, (self.rules.lower, self.rules.upper)
+        arrays = (extras.mask, extras.q_segment_ids, extras.q_positions)
+        return self.all or self.kv_len % self.cols != 0 or any(x is not None for x in (*bounds, *arrays))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query sees every key, in one tile, and nothing but keys: no sum is zero."""
+        others = (self.bias, self.extras.softmax_aux)
+        return self.kv_blocks == 1 and not self._is_cut and all(x is None for x in others)
+
+    def _is_one(self, blocks: int) -> bool:
+        """Whether a loop over so many blocks is one step that is always needed."""
+        return blocks == 1 and (self.q_blocks == self.kv_blocks or not self._is_cut)
+
     def over_keys(self, i: Array, step: Step, carry: Any) -> Any:
         """Runs `step(j, carry, masked)` over the blocks of keys that a block of queries sees."""
+        if self._is_one(self.kv_blocks):
+            return step(jnp.zeros_like(i), carry, self._is_cut)
         if self.all:
             return _over(masks.Spans(0, 0, 0, self.kv_blocks, self.kv_blocks), _same, step, carry)
         if self.by_query is not None:
@@ -421,6 +479,8 @@ class _Tiles:
 
     def over_queries(self, j: Array, step: Step, carry: Any) -> Any:
         """Runs `step(i, carry, masked)` over the blocks of queries that see a block of keys."""
+        if self._is_one(self.q_blocks):
+            return step(jnp.zeros_like(j), carry, self._is_cut)
         if self.all:
             return _over(masks.Spans(0, 0, 0, self.q_blocks, self.q_blocks), _same, step, carry)
         if self.by_key is not None:

@@ -1,0 +1,55 @@
+"""Which tiles XLA's backend takes if nobody has tuned it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ejkernel.kernels.flash_attention import xla
+from ejkernel.kernels.flash_attention.arguments import canonical
+
+LENGTHS = st.integers(0, 5000)
+
+
+@given(block=st.sampled_from([16, 64, 128, 512]), length=LENGTHS)
+def test_blocks_are_no_more_than_needed_and_leave_little_empty(block, length):
+    length = max(length, 1)
+    fitted = xla.fitted(block, length)
+    count = -(-length // fitted)
+    assert fitted <= block
+    assert count == -(-length // block)
+    assert count * fitted - length < 16 * count
+    assert count > 1 or fitted == length
+
+
+@given(heads=st.integers(1, 2048), q_len=LENGTHS, kv_len=LENGTHS, sparse=st.booleans(), banded=st.booleans())
+def test_scores_of_a_tile_are_bounded(heads, q_len, kv_len, sparse, banded):
+    rows, cols = xla.default_blocks(heads, q_len, kv_len, sparse=sparse, banded=banded)
+    assert 1 <= rows <= max(q_len, 1)
+    assert 1 <= cols <= max(kv_len, 1)
+    most = xla.SPARSE_TILE_SCORES if sparse else xla.TILE_SCORES
+    assert heads * rows * cols <= most or (rows <= 64 and cols <= xla.FEW_KEYS)
+
+
+SHORT = {
+    "a row for each of 8 sequences": ((8, 1, 4, 64), 2048, {}),
+    "the same, at the end of the keys": ((8, 1, 4, 64), 2048, {"causal": "lower_right"}),
+    "197": ((2, 197, 4, 64), 197, {}),
+    "causal": ((2, 50, 4, 64), 50, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_calls_have_no_loop_and_no_padding(name):
+    shape, kv_len, kwargs = SHORT[name]
+    q, k = jnp.zeros(shape), jnp.zeros((shape[0], kv_len, *shape[2:]))
+
+    def both(q, k):
+        (q, k, v), extras, rules = canonical(q, k, k, **kwargs)
+        out, sums = xla.forward(q, k, v, extras, rules)
+        return xla.backward(q, k, v, extras, rules, sums.lse, sums.lse, out)
+
+    text = jax.jit(both).lower(q, k).as_text()
+    assert "stablehlo.while" not in text
+    assert "stablehlo.pad" not in text
