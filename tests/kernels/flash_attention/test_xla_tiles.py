@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ejkernel.kernels.flash_attention import xla
+from ejkernel.kernels.flash_attention import xla, xla_blocks
 from ejkernel.kernels.flash_attention.arguments import canonical
 
 LENGTHS = st.integers(0, 5000)
@@ -15,7 +15,7 @@ LENGTHS = st.integers(0, 5000)
 @given(block=st.sampled_from([16, 64, 128, 512]), length=LENGTHS)
 def test_blocks_are_no_more_than_needed_and_leave_little_empty(block, length):
     length = max(length, 1)
-    fitted = xla.fitted(block, length)
+    fitted = xla_blocks.fitted(block, length)
     count = -(-length // fitted)
     assert fitted <= block
     assert count == -(-length // block)
@@ -25,11 +25,11 @@ def test_blocks_are_no_more_than_needed_and_leave_little_empty(block, length):
 
 @given(heads=st.integers(1, 2048), q_len=LENGTHS, kv_len=LENGTHS, sparse=st.booleans(), banded=st.booleans())
 def test_scores_of_a_tile_are_bounded(heads, q_len, kv_len, sparse, banded):
-    rows, cols = xla.default_blocks(heads, q_len, kv_len, sparse=sparse, banded=banded)
+    rows, cols = xla_blocks.default_blocks(heads, q_len, kv_len, sparse=sparse, banded=banded)
     assert 1 <= rows <= max(q_len, 1)
     assert 1 <= cols <= max(kv_len, 1)
-    most = xla.SPARSE_TILE_SCORES if sparse else xla.TILE_SCORES
-    assert heads * rows * cols <= most or (rows <= 64 and cols <= xla.FEW_KEYS)
+    most = xla_blocks.SPARSE_TILE_SCORES if sparse else xla_blocks.TILE_SCORES
+    assert heads * rows * cols <= most or (rows <= 64 and cols <= xla_blocks.FEW_KEYS)
 
 
 SHORT = {

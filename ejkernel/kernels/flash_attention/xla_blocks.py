@@ -1,0 +1,68 @@
+"""How large the tiles of XLA's backend are: the guess, and what it may be tuned over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras
+
+TILE_SCORES = 1 << 20
+"""Scores of one tile over all heads that a CPU's caches still hold, or nearly."""
+SPARSE_TILE_SCORES = 1 << 15
+"""The same for calls whose arrays leave out tiles: of large ones less is left out."""
+FEW_QUERIES, FEW_KEYS = 16, 512
+"""Up to so many there is one tile for all keys."""
+
+
+def default_blocks(
+    heads: int, q_len: int, kv_len: int, *, sparse: bool = False, banded: bool = False
+) -> tuple[int, int]:
+    """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together.
+
+    `sparse` calls have arrays that leave out tiles, `banded` ones a causal mask or a window: of large tiles less is
+    left out. Others have all keys in a tile if keys or queries are few: then nothing is rescaled or padded.
+    """
+    heads, most = known(heads), SPARSE_TILE_SCORES if sparse else TILE_SCORES
+    q_len, kv_len, rows, cols = max(q_len, 1), max(kv_len, 1), 512, 256
+    if q_len <= FEW_QUERIES and heads * q_len * kv_len <= most:
+        return q_len, kv_len
+    if banded:
+        rows, cols = (max(128, min(block, length // 64 * 16)) for block, length in ((rows, q_len), (cols, kv_len)))
+    elif kv_len <= FEW_KEYS and not sparse:
+        return fitted(max(64, most // (heads * kv_len) // 16 * 16), q_len), kv_len
+    while heads * rows * cols > most and rows > 64:
+        rows, cols = (rows // 2, cols) if rows > cols else (rows, cols // 2)
+    return fitted(rows, q_len), fitted(cols, kv_len)
+
+
+def _is_sparse(extras: Extras) -> bool:
+    """Whether a call may need few tiles: packed sequences, or a mask with rows of its own."""
+    return extras.q_segment_ids is not None or (extras.mask is not None and extras.mask.shape[2] > 1)
+
+
+def known(size: Any) -> int:
+    """A product of dimensions as a number; a symbolic one, of an exported program, counts as large."""
+    return size if isinstance(size, int) else TILE_SCORES
+
+
+def fitted(block: int, length: int) -> int:
+    """`block`, or less: the whole of a shorter sequence; of a longer one what leaves little of the last block empty."""
+    length = max(length, 1)
+    return length if block >= length else -(-length // (-(-length // block) * 16)) * 16
+
+
+def space(call: Attention) -> list[tuple[int, int]]:
+    """The guess, and other tiles for all heads at once: a handful must fit a cache, and there are few small ones."""
+    (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
+    many = known(batch * heads)
+    sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
+    all_blocks = [(fitted(rows, q_len), fitted(cols, kv_len)) for rows in sizes for cols in sizes]
+    small = [b for b in all_blocks if many * b[0] * b[1] <= 4 * TILE_SCORES]
+    return [guess(call), *small]
+
+
+def guess(call: Attention) -> tuple[int, int]:
+    """Rows and columns of a tile of an untuned call."""
+    (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
+    banded = call.rules.lower is not None or call.rules.upper is not None
+    return default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(call.extras), banded=banded)
