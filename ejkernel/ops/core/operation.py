@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.core import explicit
+from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.explicit import Split
@@ -20,6 +20,7 @@ from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.workload import Workload
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.fingerprint import device_kind
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -90,9 +91,17 @@ class Operation(Kernel[Cfg, Out]):
         """Whether the backend named `platform` supports the call, or its backward if `inv` is one."""
         asked = inv.kwargs.get("platform")
         if asked not in (None, platform):
-            return f"the call asks for platform={asked!r}"
+            return f"the call asks for platform={asked!r}{self._absent(asked, inv)}"
         reason = self._refusal(self.backend(platform), inv, isinstance(inv.kernel, BackwardKernel))
         return True if reason is None else reason
+
+    def _absent(self, asked: str, inv: Invocation[Any, Any]) -> str:
+        """Why a call does not get the backend that it asks for, if devices of this kind never try it."""
+        backend = self.backend(asked)
+        if asked in dispatch.PLATFORMS[device_kind()]:
+            return ""  # It is listed beside this one, with its own reason.
+        reason = self._refusal(backend, inv, isinstance(inv.kernel, BackwardKernel))
+        return f", but {reason or f'interpreted backends are chosen by cfg= with platform={asked!r}'}"
 
     def backend(self, platform: str) -> Backend:
         """The backend of this name."""

@@ -85,6 +85,18 @@ def test_configs_and_refusals_of_a_new_backend_follow_from_its_file(mine):
         kernel.call((x,), {}, cfg=RmsNormConfig(3, platform="mosaic"))  # pyright: ignore[reportArgumentType]
 
 
+def test_platform_that_is_asked_for_and_does_not_run_is_named_with_its_reason(mine):
+    x = jnp.ones((6, 8))
+    with pytest.raises(UnsupportedCallError, match="asks for platform='mosaic', but mosaic needs a GPU, this is a CPU"):
+        mine()(x, platform="mosaic")
+    with pytest.raises(UnsupportedCallError, match="asks for platform='mosaic', but two axes only"):
+        mine(interpret=True)(x[0], platform="mosaic")
+    with pytest.raises(UnsupportedCallError, match="interpreted backends are chosen by cfg= with platform='mosaic'"):
+        mine(interpret=True)(x, platform="mosaic")
+    with pytest.raises(OperationArgumentError, match="has no platform 'cuda', only mosaic"):
+        mine()(x, platform="cuda")
+
+
 def test_arguments_are_checked_once_and_platform_belongs_to_the_base():
     kernel = RmsNorm()
     args, kwargs = kernel.prepare(jnp.ones((2, 4)), epsilon=1, platform="xla")
