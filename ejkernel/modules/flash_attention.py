@@ -398,7 +398,7 @@ def _agreed_platform(platform: Any, cfg: FlashAttentionConfig | None) -> Any:
     allowed = (*dispatch.ALL_PLATFORMS, "reference")
     if platform is not None and platform not in allowed:
         raise AttentionArgumentError(f"platform must be None or one of {', '.join(allowed)}, got {platform!r}.")
-    named = None if cfg is None else cfg.platform
+    named = None if cfg is None else dispatch.forced_platform(_kernel, cfg)
     if platform is not None and named is not None and platform != named:
         raise AttentionArgumentError(f"platform is {platform!r} and cfg.platform is {named!r}.")
     return platform if platform is not None else named

@@ -16,7 +16,7 @@ from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.explicit import Split
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.workload import Workload
 from ejkernel.ops.utils import arguments
@@ -49,10 +49,12 @@ class Operation(Kernel[Cfg, Out]):
     """Name of a module with `WORKLOADS`, the named calls of tests, benchmarks and packs."""
 
     _class_op_id: ClassVar[str | None] = None
+    _cfg_fields: ClassVar[tuple[str, ...]] = ("fwd_params", "platform")
 
     def __init__(self, name: str | None = None, *, interpret: bool = False) -> None:
         super().__init__(name or self._class_op_id)
         self.interpret = interpret
+        self._check_cfg_type()
 
     def __init_subclass__(cls, *, op_id: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,6 +67,20 @@ class Operation(Kernel[Cfg, Out]):
     @classmethod
     def _add(cls, backend: Backend) -> None:
         _bind(cls, "run", backend)
+
+    def _check_cfg_type(self) -> None:
+        cls, cfg_type = type(self).__name__, self.cfg_type
+        if cfg_type is None:
+            raise KernelDefinitionError(
+                f"{self.op_id}: the config class is not known; write class {cls}(Operation[Config, Output])."
+            )
+        missing = [name for name in self._cfg_fields if name not in getattr(cfg_type, "__dataclass_fields__", ())]
+        if missing:
+            fields = "the field" if len(missing) == 1 else "the fields"
+            raise KernelDefinitionError(
+                f"{self.op_id}: the config class {cfg_type.__name__} needs {fields} {', '.join(missing)}, as a frozen "
+                "dataclass in which None is the default of each."
+            )
 
     @classmethod
     def workloads(cls, device: str | None = None) -> list[Workload]:
@@ -172,7 +188,17 @@ class Operation(Kernel[Cfg, Out]):
 
     def _forward(self, backend: Backend, args: Args, kwargs: Kwargs, cfg: Any) -> tuple[Any, Any]:
         options = {**self._options(backend), **_without_platform(kwargs)}
-        return backend.functions.forward(*args, params=self._params(backend, cfg), **options)
+        forward = getattr(backend.functions, "forward", None)
+        if forward is None:
+            where = getattr(backend.functions, "__name__", type(backend.functions).__name__)
+            raise KernelDefinitionError(f"{self.op_id}[{backend.platform}]: {where} has no function forward.")
+        found = forward(*args, params=self._params(backend, cfg), **options)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise KernelDefinitionError(
+                f"{self.op_id}[{backend.platform}]: forward must return a pair, the output and what the backward needs "
+                f"(None if nothing), got {type(found).__name__}."
+            )
+        return found
 
     def _params(self, backend: Backend, cfg: Any, *, backward: bool = False) -> Any:
         params = cfg.bwd_params if backward else cfg.fwd_params
@@ -228,7 +254,7 @@ class Operation(Kernel[Cfg, Out]):
     def _agreed_platform(self, platform: str | None, cfg: Any) -> str | None:
         if platform is not None:
             self.backend(platform)
-        named = None if cfg is None else cfg.platform
+        named = None if cfg is None else dispatch.forced_platform(self, cfg)
         if platform is not None and named is not None and platform != named:
             raise OperationArgumentError(f"{self.op_id}: platform is {platform!r} and cfg.platform is {named!r}.")
         return platform if platform is not None else named
@@ -240,6 +266,8 @@ class DifferentiableOperation(Operation[Cfg, Out]):
     JAX differentiates the forward of a backend that has none. Residuals must have the same meaning in all backends: any
     backward may follow any forward.
     """
+
+    _cfg_fields = ("fwd_params", "bwd_params", "platform")
 
     @classmethod
     def _add(cls, backend: Backend) -> None:
