@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import RowOperation
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.utils import arguments
 
 
 class NormOperation(RowOperation[Cfg, Any]):
@@ -45,12 +45,10 @@ def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
 
 def number(where: str, name: str, x: Any) -> float:
     """`x` as a number of Python's."""
-    if isinstance(x, (int, float, np.number)):
-        return float(x)
-    if isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) and x.ndim == 0:
-        return float(x)
-    given = repr(x) if x is None or isinstance(x, str) else type(x).__name__
-    raise NormArgumentError(f"{name} must be a Python number, known while tracing, got {given}.", where)
+    if (found := arguments.known_number(x)) is None:
+        given = repr(x) if isinstance(x, str) else type(x).__name__
+        raise NormArgumentError(f"{name} must be a Python number, known while tracing, got {given}.", where)
+    return found
 
 
 def over_axis(
