@@ -207,6 +207,12 @@ BAD = {
     "sliding_window must be": lambda q, k, v: flash_attention(q, k, v, sliding_window=(1, -2)),
     "logits_soft_cap must be positive": lambda q, k, v: flash_attention(q, k, v, logits_soft_cap=0.0),
     "bias must be broadcastable": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((3, 24))),
+    r"Three axes are \[heads, q, kv\]; one of \[batch, q, kv\] is bias\[:, None\]": lambda q, k, v: flash_attention(
+        q, k, v, bias=jnp.zeros((2, 24, 24))
+    ),
+    r"heads and key has 24; .* Axes are \[batch, sequence, heads, head_dim\]": lambda q, k, v: flash_attention(
+        q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+    ),
     "bias must be floating": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((24, 24), int)),
     "attention_mask must be boolean": lambda q, k, v: flash_attention(q, k, v, attention_mask=jnp.zeros((24, 24))),
     "attention_mask has three axes": lambda q, k, v: flash_attention(q, k, v, mask=jnp.ones((2, 24, 24), bool)),
@@ -246,7 +252,7 @@ BAD = {
         q, k, v, cfg=FlashAttentionConfig(MosaicFwdConfig())
     ),
     "in_specs and out_specs need mesh": lambda q, k, v: flash_attention(q, k, v, in_specs=P()),
-    "softmax_scale must be a Python number": lambda q, k, v: jax.jit(
+    r"softmax_scale must be a Python number.*Multiply the query by a scale that is traced": lambda q, k, v: jax.jit(
         lambda s: flash_attention(q, k, v, softmax_scale=s)
     )(0.5),
 }
