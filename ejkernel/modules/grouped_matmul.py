@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
@@ -26,6 +25,7 @@ from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import Operation
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.utils import arguments
 
 Array = jax.Array
 ForwardParams = MosaicConfig | TritonConfig | TpuConfig | XlaConfig
@@ -278,20 +278,13 @@ def _check_groups(where: str, sizes: Any, offset: Any, groups: int) -> None:
 
 def _check_values(sizes: Any, rows: Any) -> None:
     """Refuses sizes that are known and invalid; on an accelerator they are not read, because the call would wait."""
-    if isinstance(sizes, Tracer) or not isinstance(rows, int):
+    if not isinstance(rows, int) or (known := arguments.readable(sizes)) is None:
         return
-    if isinstance(sizes, jax.Array) and (not sizes.is_fully_addressable or _is_remote(sizes)):
-        return
-    known = np.asarray(sizes)
     if known.size and np.issubdtype(known.dtype, np.integer) and (known.min() < 0 or known.sum(dtype=np.int64) > rows):
         raise GroupedMatmulArgumentError(
             f"group_sizes must be 0 or more and add up to {rows} rows at most, got a least size of {known.min()} and a "
             f"sum of {known.sum(dtype=np.int64)}."
         )
-
-
-def _is_remote(x: jax.Array) -> bool:
-    return any(device.platform != "cpu" for device in x.devices())
 
 
 # --- The functions ---

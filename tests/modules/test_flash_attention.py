@@ -213,6 +213,15 @@ BAD = {
     r"heads and key has 24; .* Axes are \[batch, sequence, heads, head_dim\]": lambda q, k, v: flash_attention(
         q, k.swapaxes(1, 2), v.swapaxes(1, 2)
     ),
+    r"cum_seqlens_q must start with 0, .*end at 24 or before, got \[10, 14\]\. Of lengths": lambda q, k, v: (
+        flash_attention(q, k, v, cum_seqlens_q=jnp.array([10, 14]))
+    ),
+    r"cum_seqlens_q must start with 0, not decrease": lambda q, k, v: flash_attention(
+        q, k, v, cum_seqlens_q=np.array([[0, 4, 24], [0, 20, 12]], np.uint32)
+    ),
+    r"cum_seqlens_k must start with 0, .*got \[0, 20, 30\]": lambda q, k, v: flash_attention(
+        q, k, v, cum_seqlens_q=[0, 4, 24], cum_seqlens_k=[0, 20, 30]
+    ),
     "bias must be floating": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((24, 24), int)),
     "attention_mask must be boolean": lambda q, k, v: flash_attention(q, k, v, attention_mask=jnp.zeros((24, 24))),
     "attention_mask has three axes": lambda q, k, v: flash_attention(q, k, v, mask=jnp.ones((2, 24, 24), bool)),
