@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -63,6 +65,8 @@ class Operation(Kernel[Cfg, Out]):
         cls.source_modules = tuple(sources)
         for backend in cls.__dict__.get("backends", ()):
             cls._add(backend)
+        if inspect.isfunction(own := cls.__dict__.get("reference")) and not _takes_platform(own):
+            cls.reference = _dropping_platform(own)
 
     @classmethod
     def _add(cls, backend: Backend) -> None:
@@ -87,7 +91,12 @@ class Operation(Kernel[Cfg, Out]):
         """The named calls of this operation; those of one kind of device, if it is given."""
         if cls.workload_module is None:
             return []
-        found = importlib.import_module(cls.workload_module).WORKLOADS
+        found = getattr(importlib.import_module(cls.workload_module), "WORKLOADS", None)
+        if found is None:
+            raise KernelDefinitionError(
+                f"{cls._class_op_id or cls.__name__}: workload_module is {cls.workload_module!r}, which has no "
+                "WORKLOADS, a tuple of ejkernel.ops.core.workload.Workload."
+            )
         return [w for w in found if device in (None, w.device)]
 
     # --- Arguments ---
@@ -347,6 +356,21 @@ def _completed(in_specs: Any, args: Args) -> Any:
         return in_specs
     rest = args[len(in_specs) :]
     return (*in_specs, *(PartitionSpec() for _ in rest)) if all(x is None for x in rest) else in_specs
+
+
+def _takes_platform(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "platform" in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+
+def _dropping_platform(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """What is right does not depend on the platform that a call asks for."""
+
+    @functools.wraps(reference)
+    def wrapped(self: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
+        return reference(self, *args, **kwargs)
+
+    return wrapped
 
 
 def _without_platform(kwargs: Kwargs) -> Kwargs:

@@ -12,7 +12,7 @@ import ejkernel
 from ejkernel.modules import FlashAttentionConfig, RmsNorm, flash_attention
 from ejkernel.modules.norms import NormArgumentError
 from ejkernel.modules.rms_norm import RmsNormConfig
-from ejkernel.ops import Invocation, from_json, to_json
+from ejkernel.ops import Autotuner, Invocation, autotune, from_json, to_json
 from ejkernel.ops.core.backend import Backend, ParamsTypeError
 from ejkernel.ops.core.dispatch import UnsupportedCallError
 from ejkernel.ops.core.kernel import KernelDefinitionError
@@ -167,6 +167,25 @@ def test_a_config_class_without_the_fields_of_an_operation_is_an_error():
         NoBackward()
     with pytest.raises(KernelDefinitionError, match=r"no_class: .*class NoClass\(Operation\[Config, Output\]\)"):
         NoClass()
+
+
+class Halves(Operation[ForwardOnly, object], op_id="halves"):
+    backends = (Backend("xla", SimpleNamespace(forward=lambda x, *, params: (x / 2, None))),)
+    workload_module = "tests.ops.core.test_operation"
+
+    def reference(self, x):
+        return x / 2
+
+
+def test_a_reference_need_not_know_of_the_platform():
+    x = jnp.arange(4.0)
+    assert jnp.array_equal(Halves().reference(x, platform="xla"), x / 2)
+    assert autotune(Halves(), x, platform="xla", tuner=Autotuner(progress=False)) == ForwardOnly(platform="xla")
+
+
+def test_a_module_without_workloads_is_an_error():
+    with pytest.raises(KernelDefinitionError, match=r"halves: workload_module is .* which has no WORKLOADS"):
+        Halves.workloads()
 
 
 def test_the_op_id_of_a_class_is_that_of_its_instances_unless_they_have_another():
