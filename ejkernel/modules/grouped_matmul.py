@@ -334,6 +334,9 @@ def grouped_matmul(
         negative ones count as 0, and rows past the last one are ignored.
     """
     lhs, rhs, group_sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
+    for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
+        if not hasattr(x, "shape"):
+            raise GroupedMatmulArgumentError(f"{name} must be an array, got {type(x).__name__}.")
     _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) == 2 else None)
     if isinstance(group_offset, (int, np.integer)) and not 0 <= group_offset <= np.size(group_sizes):
         raise GroupedMatmulArgumentError(

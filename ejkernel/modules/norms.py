@@ -36,6 +36,9 @@ def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
     """The arguments fit each other."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise NormArgumentError(f"x must be of a floating dtype, got {x.dtype}.", where)
+    for name, a in (*per_column.items(), ("residual", residual)):
+        if a is not None and not hasattr(a, "shape"):
+            raise NormArgumentError(f"{name} must be an array or None, got {type(a).__name__}.", where)
     for name, a in per_column.items():
         if a is not None and a.shape != x.shape[-1:]:
             raise NormArgumentError(f"{name} must have shape {x.shape[-1:]}, got {a.shape}.", where)
@@ -56,6 +59,8 @@ def over_axis(
     **shared: Any,
 ) -> Any:  # fmt: skip
     """The call with the axis as the last, and its results with the axis where it was."""
+    if not arguments.is_array(x):
+        raise NormArgumentError(f"x must be an array, got {type(x).__name__}.", kernel.op_id)
     if x.ndim == 0:
         raise NormArgumentError("x must have at least one axis, got a scalar.", kernel.op_id)
     if not isinstance(axis, (int, np.integer)):

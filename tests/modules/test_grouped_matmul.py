@@ -264,6 +264,7 @@ def test_impossible_sizes_inside_of_a_program_are_cut():
     [
         ({"lhs": LHS[:, :, None]}, r"lhs must be \[rows, k\]"),
         ({"lhs": LHS[None]}, r"grouped_matmul: lhs must be \[rows, k\] .* Reshape lhs to two axes"),
+        ({"rhs": None}, "rhs must be an array, got NoneType"),
         ({"rhs": RHS[0]}, r"rhs \[groups, k, n\] with the same k"),
         ({"rhs": RHS[:, 1:]}, "with the same k"),
         ({"rhs": RHS.swapaxes(1, 2)}, "need transpose_rhs=True"),

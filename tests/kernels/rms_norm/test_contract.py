@@ -123,6 +123,8 @@ def test_vmap_and_jit_agree_with_the_plain_call():
         ((jnp.zeros((2, 4)),), {"axis": 2}, "axis must be in"),
         ((jnp.zeros((2, 4)),), {"axis": (0, 1)}, r"axis must be one integer, got \(0, 1\)"),
         ((jnp.zeros(()),), {}, "x must have at least one axis"),
+        ((None,), {}, "rms_norm: x must be an array, got NoneType"),
+        ((jnp.zeros((2, 4)), [1.0] * 4), {}, "scale must be an array or None, got list"),
         ((jnp.zeros((2, 4)),), {"epsilon": "1e-6"}, "epsilon must be a Python number, known while tracing, got '1e-6'"),
         ((jnp.zeros((2, 4)),), {"epsilon": None}, "epsilon must be a Python number"),
         ((jnp.zeros((2, 4)), jnp.zeros(4)), {"scale_offset": jnp.ones(4)}, "scale_offset must be a Python number"),
