@@ -103,7 +103,7 @@ class Operation(Kernel[Cfg, Out]):
 
     def prepare(self, /, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Args, Kwargs]:
         """What `arguments` makes of them, and the platform if the call asks for one."""
-        args, kwargs = self.arguments(*args, **kwargs)
+        args, kwargs = self.arguments(*map(_unwrapped, args), **kwargs)
         return args, kwargs if platform is None else {**kwargs, "platform": platform}
 
     def arguments(self, /, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
@@ -356,6 +356,11 @@ def _completed(in_specs: Any, args: Args) -> Any:
         return in_specs
     rest = args[len(in_specs) :]
     return (*in_specs, *(PartitionSpec() for _ in rest)) if all(x is None for x in rest) else in_specs
+
+
+def _unwrapped(x: Any) -> Any:
+    """The array of an object that stands for one, as a parameter of Flax NNX does."""
+    return jnp.asarray(x) if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
 
 
 def _takes_platform(function: Callable[..., Any]) -> bool:

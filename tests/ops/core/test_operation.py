@@ -179,7 +179,7 @@ class Halves(Operation[ForwardOnly, object], op_id="halves"):
 
 def test_a_reference_need_not_know_of_the_platform():
     x = jnp.arange(4.0)
-    assert jnp.array_equal(Halves().reference(x, platform="xla"), x / 2)
+    assert jnp.array_equal(Halves().reference(x, platform="xla"), x / 2)  # pyright: ignore[reportCallIssue]
     assert autotune(Halves(), x, platform="xla", tuner=Autotuner(progress=False)) == ForwardOnly(platform="xla")
 
 
