@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ejkernel.errors import EjkernelError
 
 _SHORT = {"pred": "bool", "c64": "complex64", "c128": "complex128", "bf16": "bfloat16"}
+_PYTHON = {"True": True, "False": False, "None": None}
 _ARRAY = re.compile(r"\s*([a-z][a-z0-9_]*)\[([\d,\s]*)\]\s*")
 
 
@@ -47,7 +48,10 @@ def _dtype(name: str) -> Any:
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """Keyword arguments, each `name=value` with a JSON value or an array like `s32[2,64]`; anything else is text."""
+    """Keyword arguments, each `name=value` with a JSON value or an array like `s32[2,64]`; anything else is text.
+
+    True, False and None may be written as in Python, too.
+    """
     found = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -57,7 +61,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
             (found[name],) = parse_arrays(value)
             continue
         try:
-            found[name] = json.loads(value)
+            found[name] = _PYTHON[value] if value in _PYTHON else json.loads(value)
         except json.JSONDecodeError:
             found[name] = value
     return found

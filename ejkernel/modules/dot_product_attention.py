@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
+from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, broadcast_hint
 from ejkernel.kernels.flash_attention.jax_nn import jax_attention
 from ejkernel.modules.flash_attention import flash_attention, with_log_sum
 from ejkernel.modules.hidden_rows import HIDDEN, Sight, with_means
@@ -99,8 +99,9 @@ def dot_product_attention(
     if implementation not in (None, "xla", "cudnn"):
         raise _error(f"implementation must be None, 'xla' or 'cudnn', got {implementation!r}.")
     q, k, v = map(_four_axes, (query, key, value))
+    given = {"mask": np.shape(mask), "bias": np.shape(bias)}
     bias, mask = (None if x is None else _four_axes(x) for x in (bias, mask))
-    _check(q, k, v, bias, mask)
+    _check(q, k, v, bias, mask, given)
     q_lengths = _lengths("query_seq_lengths", query_seq_lengths, k.shape[0])
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, k.shape[0])
     if not _is_ours(q, k, scale):
@@ -168,15 +169,18 @@ def _four_axes(x: Any) -> Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
 
 
-def _check(query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None) -> None:
-    """Raises what JAX raises."""
+def _check(
+    query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None, given: dict[str, tuple[int, ...]]
+) -> None:
+    """Raises what JAX raises; `given` are shapes as the call has them."""
     if key.ndim != 4:
         raise _error(f"key must be [batch, kv, heads, head_dim], or without batch, got shape {key.shape}.")
     batch, _, kv_heads, head_dim = key.shape
     if value.shape != key.shape or value.dtype != key.dtype:
+        own_dim = value.shape[:-1] == key.shape[:-1] and value.dtype == key.dtype
         raise _error(
-            f"value must be like key, {key.dtype}{list(key.shape)}, got {value.dtype}{list(value.shape)}. "
-            "flash_attention takes values with a head dim of their own."
+            f"value must be like key, {key.dtype}{list(key.shape)}, got {value.dtype}{list(value.shape)}."
+            f"{' flash_attention takes values with a head dim of their own.' if own_dim else ''}"
         )
     fits = query.ndim == 4 and query.shape[0] == batch and query.shape[3] == head_dim
     if not fits or query.dtype != key.dtype:
@@ -185,7 +189,10 @@ def _check(query: Array, key: Array, value: Array, bias: Array | None, mask: Arr
             f"got {query.dtype}{list(query.shape)}."
         )
     if kv_heads == 0 or query.shape[2] % kv_heads:
-        raise _error(f"query has {query.shape[2]} heads and key has {kv_heads}; the first must be a multiple.")
+        raise _error(
+            f"query has {query.shape[2]} heads and key has {kv_heads}; the first must be a multiple of the second. "
+            "Axes are [batch, sequence, heads, head_dim]."
+        )
     if mask is not None and mask.dtype != jnp.bool_:
         raise _error(f"mask must be boolean (True attends), got {mask.dtype}. Additive masks are bias.")
     full = (batch, query.shape[2], query.shape[1], key.shape[1])
@@ -196,8 +203,8 @@ def _check(query: Array, key: Array, value: Array, bias: Array | None, mask: Arr
             raise _error(f"{name} must have at most four axes, [batch, heads, q, kv], got shape {list(x.shape)}.")
         if any(n not in (1, whole) for n, whole in zip(x.shape, full, strict=True)):
             raise _error(
-                f"{name} must be broadcastable to [batch, heads, q, kv] = {list(full)}, got shape {list(x.shape)}. "
-                f"One value per key and batch is {name}[:, None, None, :]."
+                f"{name} must be broadcastable to [batch, heads, q, kv] = {list(full)}, got shape "
+                f"{list(given[name])}. {broadcast_hint(name, len(given[name]))}"
             )
 
 

@@ -320,8 +320,10 @@ def flash_attention(
     if kv_segment_ids is not None:
         kwargs["kv_segment_ids"] = kv_segment_ids
     if cum_seqlens_q is not None:
+        _check_cumulative("cum_seqlens_q", cum_seqlens_q, query)
         kwargs["cum_seqlens_q"] = cum_seqlens_q
     if cum_seqlens_k is not None and cum_seqlens_k is not cum_seqlens_q:  # Packed alike: no positions to compare.
+        _check_cumulative("cum_seqlens_k", cum_seqlens_k, key)
         kwargs["cum_seqlens_k"] = cum_seqlens_k
     if type(dropout_prob) is not float or dropout_prob:
         kwargs["dropout_prob"] = _python(dropout_prob)
@@ -398,7 +400,7 @@ def _agreed_platform(platform: Any, cfg: FlashAttentionConfig | None) -> Any:
     allowed = (*dispatch.ALL_PLATFORMS, "reference")
     if platform is not None and platform not in allowed:
         raise AttentionArgumentError(f"platform must be None or one of {', '.join(allowed)}, got {platform!r}.")
-    named = None if cfg is None else cfg.platform
+    named = None if cfg is None else dispatch.forced_platform(_kernel, cfg)
     if platform is not None and named is not None and platform != named:
         raise AttentionArgumentError(f"platform is {platform!r} and cfg.platform is {named!r}.")
     return platform if platform is not None else named
@@ -417,6 +419,22 @@ def _python(x: Any) -> Any:
         return x
     known = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
     return x.item() if known and x.ndim == 0 else x
+
+
+def _check_cumulative(name: str, x: Any, packed: Any) -> None:
+    """Refuses ends of sequences that are known and impossible, such as lengths that are not summed up."""
+    listed = isinstance(x, (list, tuple)) and all(type(n) is int for n in x)
+    known, shape = arguments.readable(np.asarray(x) if listed else x), np.shape(packed)
+    if known is None or not np.issubdtype(known.dtype, np.integer):
+        return  # Not known, or refused later.
+    if len(shape) != 4 or known.ndim not in (1, 2) or known.shape[-1] < 2:
+        return
+    known = known.astype(np.int64)  # Differences of unsigned integers are never negative.
+    if known[..., 0].any() or (np.diff(known) < 0).any() or known.max() > shape[1]:
+        raise AttentionArgumentError(
+            f"{name} must start with 0, not decrease, and end at {shape[1]} or before, got {known.tolist()}. "
+            "Of lengths it is [0, *itertools.accumulate(lengths)]."
+        )
 
 
 def _dtype_name(dtype: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
@@ -26,6 +25,7 @@ from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import Operation
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.utils import arguments
 
 Array = jax.Array
 ForwardParams = MosaicConfig | TritonConfig | TpuConfig | XlaConfig
@@ -56,6 +56,9 @@ class GroupedDrhsConfig:
 
 class GroupedMatmulArgumentError(EjkernelError, ValueError):
     """An argument of a grouped product does not fit the others."""
+
+    def __init__(self, message: str, where: str = "grouped_matmul") -> None:
+        super().__init__(f"{where}: {message}")
 
 
 class _Grouped(Operation[Cfg, Array]):
@@ -134,12 +137,8 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments; afterwards `out_dtype` says what the result is."""
         lhs, rhs, sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
-        _check_groups(sizes, group_offset, rhs.shape[0] if rhs.ndim else 0)
-        if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
-            form = "[groups, n, k]" if transpose_rhs else "[groups, k, n]"
-            raise GroupedMatmulArgumentError(
-                f"lhs must be [rows, k] and rhs {form} with the same k, got {lhs.shape} and {rhs.shape}."
-            )
+        _check_operands(lhs, rhs, transposed=bool(transpose_rhs))
+        _check_groups(self.op_id, sizes, group_offset, rhs.shape[0])
         if out_dtype is None:
             out_dtype = _result_dtype(lhs, rhs, preferred_element_type)
         shape = (lhs.shape[0], rhs.shape[1 if transpose_rhs else 2])
@@ -200,10 +199,11 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
         groups = int(group_sizes.shape[0]) if groups is None else groups
-        _check_groups(group_sizes, group_offset, groups)
+        _check_groups(self.op_id, group_sizes, group_offset, groups)
         if lhs.ndim != 2 or dout.ndim != 2 or lhs.shape[0] != dout.shape[0]:
             raise GroupedMatmulArgumentError(
-                f"lhs and dout must be [rows, k] and [rows, n] with the same rows, got {lhs.shape} and {dout.shape}."
+                f"lhs and dout must be [rows, k] and [rows, n] with the same rows, got {lhs.shape} and {dout.shape}.",
+                self.op_id,
             )
         out_dtype = jnp.result_type(lhs.dtype, dout.dtype) if out_dtype is None else jnp.dtype(out_dtype)
         kwargs = {"groups": groups, "out_dtype": out_dtype.name}
@@ -244,39 +244,47 @@ def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> Any:
     return jax.eval_shape(call, *shapes, sizes).dtype
 
 
-def _check_groups(sizes: Any, offset: Any, groups: int) -> None:
+def _check_operands(lhs: Any, rhs: Any, *, transposed: bool) -> None:
+    if lhs.ndim == 2 and rhs.ndim == 3 and lhs.shape[1] == rhs.shape[2 if transposed else 1]:
+        return
+    form, other = ("[groups, n, k]", 1) if transposed else ("[groups, k, n]", 2)
+    hint = ""
+    if lhs.ndim > 2:
+        hint = " Reshape lhs to two axes: groups are of rows."
+    elif lhs.ndim == 2 and rhs.ndim == 3 and lhs.shape[1] == rhs.shape[other]:
+        hint = f" Weights of this shape need transpose_rhs={not transposed}."
+    raise GroupedMatmulArgumentError(
+        f"lhs must be [rows, k] and rhs {form} with the same k, got {lhs.shape} and {rhs.shape}.{hint}"
+    )
+
+
+def _check_groups(where: str, sizes: Any, offset: Any, groups: int) -> None:
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise GroupedMatmulArgumentError(
-            f"group_sizes must be integers [groups], got {sizes.dtype}{list(sizes.shape)}."
+            f"group_sizes must be integers [groups], got {sizes.dtype}{list(sizes.shape)}.", where
         )
     if offset is None and sizes.shape[0] != groups:
         raise GroupedMatmulArgumentError(
             f"group_sizes must have one entry per group of rhs, {groups}, got {sizes.shape[0]}. With group_offset it "
-            "covers all groups, and rhs those from the offset on."
+            "covers all groups, and rhs those from the offset on.",
+            where,
         )
     if offset is not None and (np.size(offset) != 1 or not jnp.issubdtype(jnp.result_type(offset), jnp.integer)):
         shape = np.shape(offset)
         raise GroupedMatmulArgumentError(
-            f"group_offset must be one integer, got {jnp.result_type(offset)}{list(shape)}."
+            f"group_offset must be one integer, got {jnp.result_type(offset)}{list(shape)}.", where
         )
 
 
 def _check_values(sizes: Any, rows: Any) -> None:
     """Refuses sizes that are known and invalid; on an accelerator they are not read, because the call would wait."""
-    if isinstance(sizes, Tracer) or not isinstance(rows, int):
+    if not isinstance(rows, int) or (known := arguments.readable(sizes)) is None:
         return
-    if isinstance(sizes, jax.Array) and (not sizes.is_fully_addressable or _is_remote(sizes)):
-        return
-    known = np.asarray(sizes)
     if known.size and np.issubdtype(known.dtype, np.integer) and (known.min() < 0 or known.sum(dtype=np.int64) > rows):
         raise GroupedMatmulArgumentError(
             f"group_sizes must be 0 or more and add up to {rows} rows at most, got a least size of {known.min()} and a "
             f"sum of {known.sum(dtype=np.int64)}."
         )
-
-
-def _is_remote(x: jax.Array) -> bool:
-    return any(device.platform != "cpu" for device in x.devices())
 
 
 # --- The functions ---
@@ -326,7 +334,10 @@ def grouped_matmul(
         negative ones count as 0, and rows past the last one are ignored.
     """
     lhs, rhs, group_sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
-    _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) else None)
+    for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
+        if not hasattr(x, "shape"):
+            raise GroupedMatmulArgumentError(f"{name} must be an array, got {type(x).__name__}.")
+    _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) == 2 else None)
     if isinstance(group_offset, (int, np.integer)) and not 0 <= group_offset <= np.size(group_sizes):
         raise GroupedMatmulArgumentError(
             f"group_offset must be from 0 to {np.size(group_sizes)}, the number of groups, got {group_offset}."

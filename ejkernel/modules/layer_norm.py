@@ -36,8 +36,8 @@ class LayerNorm(norms.NormOperation[LayerNormConfig], op_id="layer_norm"):
         self, x: Any, scale: Any = None, offset: Any = None, residual: Any = None, *, epsilon: float = 1e-6
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
-        norms.check(x, residual, scale=scale, offset=offset)
-        return (x, scale, offset, residual), {"epsilon": float(epsilon)}
+        norms.check(self.op_id, x, residual, scale=scale, offset=offset)
+        return (x, scale, offset, residual), {"epsilon": norms.number(self.op_id, "epsilon", epsilon)}
 
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX."""
@@ -80,4 +80,5 @@ def layer_norm(
       The norm, of the shape and dtype of x. With `residual` a pair: the norm of the sum, and the sum.
     """
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return norms.over_axis(_kernel, x, (scale, offset), residual, axis, {"epsilon": epsilon}, **shared)
+    kwargs = {"epsilon": norms.number("layer_norm", "epsilon", epsilon)}
+    return norms.over_axis(_kernel, x, (scale, offset), residual, axis, kwargs, **shared)

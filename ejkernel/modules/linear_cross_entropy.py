@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -18,6 +19,7 @@ from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
+from ejkernel.ops.utils import arguments
 
 Array = jax.Array
 Reduction = Literal["mean", "sum", "none"]
@@ -46,6 +48,9 @@ class LossStatistics(NamedTuple):
 
 class LossArgumentError(EjkernelError, ValueError):
     """An argument of a loss does not fit the others."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"linear_cross_entropy: {message}")
 
 
 class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any], op_id="linear_cross_entropy"):
@@ -84,15 +89,16 @@ class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any],
         _check_shapes(x, weights, labels, bias)
         if reduction not in get_args(Reduction):
             raise LossArgumentError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}.")
+        label_smoothing, z_loss = _number("label_smoothing", label_smoothing), _number("z_loss", z_loss)
         if not 0.0 <= label_smoothing < 1.0:
             raise LossArgumentError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}.")
-        if logits_soft_cap is not None and not logits_soft_cap > 0.0:
+        if logits_soft_cap is not None and not (logits_soft_cap := _number("logits_soft_cap", logits_soft_cap)) > 0.0:
             raise LossArgumentError(f"logits_soft_cap must be above 0, or None for no cap, got {logits_soft_cap}.")
         kwargs = {
-            "ignore_index": None if ignore_index is None else int(ignore_index),
-            "label_smoothing": float(label_smoothing),
-            "z_loss": float(z_loss),
-            "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+            "ignore_index": _index(ignore_index),
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "logits_soft_cap": logits_soft_cap,
             "reduction": reduction,
             "axis_name": axis_name,
             "batch_axis_name": batch_axis_name,
@@ -120,7 +126,29 @@ class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any],
         return plain(*args, **kwargs)
 
 
+def _number(name: str, x: Any) -> float:
+    """`x` as a number of Python's."""
+    if (found := arguments.known_number(x)) is None:
+        given = repr(x) if isinstance(x, str) else type(x).__name__
+        raise LossArgumentError(f"{name} must be a Python number, known while tracing, got {given}.")
+    return found
+
+
+def _index(x: Any) -> int | None:
+    """`ignore_index` as an integer of Python's."""
+    try:
+        return None if x is None else operator.index(x)
+    except TypeError as error:  # JAX's, for a tracer, too.
+        given = repr(x) if isinstance(x, (str, float)) else type(x).__name__
+        raise LossArgumentError(
+            f"ignore_index must be a Python integer, known while tracing, or None, got {given}."
+        ) from error
+
+
 def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
+    for name, a in (("x", x), ("weights", weights), ("labels", labels)):
+        if not hasattr(a, "shape") or not hasattr(a, "dtype"):
+            raise LossArgumentError(f"{name} must be an array, got {type(a).__name__}.")
     for name, a in (("x", x), ("weights", weights), *((("bias", bias),) if bias is not None else ())):
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise LossArgumentError(f"{name} must be of a floating dtype, got {a.dtype}.")
@@ -190,15 +218,14 @@ def linear_cross_entropy(
       The loss, or a pair of it and the statistics.
     """
     given = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "logits_soft_cap": logits_soft_cap,
+        "label_smoothing": _number("label_smoothing", label_smoothing) or None,
+        "z_loss": _number("z_loss", z_loss) or None,
+        "logits_soft_cap": None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap),
         "axis_name": axis_name,
         "batch_axis_name": batch_axis_name,
     }
-    kwargs = {name: value for name, value in given.items() if value not in (None, 0.0) or name == "ignore_index"}
-    kwargs |= {"reduction": reduction} | ({"stats": True} if return_stats else {})
+    kwargs = {name: value for name, value in given.items() if value is not None}
+    kwargs |= {"ignore_index": _index(ignore_index), "reduction": reduction} | ({"stats": True} if return_stats else {})
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     out = _kernel.call((x, weights, labels, bias), kwargs, **shared)
     if not return_stats:

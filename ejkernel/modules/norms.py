@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import RowOperation
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.utils import arguments
 
 
 class NormOperation(RowOperation[Cfg, Any]):
@@ -26,16 +28,30 @@ class NormOperation(RowOperation[Cfg, Any]):
 class NormArgumentError(EjkernelError, ValueError):
     """An argument of a norm does not fit the others."""
 
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(f"{where}: {message}")
 
-def check(x: Any, residual: Any, **per_column: Any) -> None:
+
+def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
     """The arguments fit each other."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise NormArgumentError(f"x must be of a floating dtype, got {x.dtype}.")
+        raise NormArgumentError(f"x must be of a floating dtype, got {x.dtype}.", where)
+    for name, a in (*per_column.items(), ("residual", residual)):
+        if a is not None and not hasattr(a, "shape"):
+            raise NormArgumentError(f"{name} must be an array or None, got {type(a).__name__}.", where)
     for name, a in per_column.items():
         if a is not None and a.shape != x.shape[-1:]:
-            raise NormArgumentError(f"{name} must have shape {x.shape[-1:]}, got {a.shape}.")
+            raise NormArgumentError(f"{name} must have shape {x.shape[-1:]}, got {a.shape}.", where)
     if residual is not None and residual.shape != x.shape:
-        raise NormArgumentError(f"residual must have the shape of x, {x.shape}, got {residual.shape}.")
+        raise NormArgumentError(f"residual must have the shape of x, {x.shape}, got {residual.shape}.", where)
+
+
+def number(where: str, name: str, x: Any) -> float:
+    """`x` as a number of Python's."""
+    if (found := arguments.known_number(x)) is None:
+        given = repr(x) if isinstance(x, str) else type(x).__name__
+        raise NormArgumentError(f"{name} must be a Python number, known while tracing, got {given}.", where)
+    return found
 
 
 def over_axis(
@@ -43,8 +59,14 @@ def over_axis(
     **shared: Any,
 ) -> Any:  # fmt: skip
     """The call with the axis as the last, and its results with the axis where it was."""
+    if not arguments.is_array(x):
+        raise NormArgumentError(f"x must be an array, got {type(x).__name__}.", kernel.op_id)
+    if x.ndim == 0:
+        raise NormArgumentError("x must have at least one axis, got a scalar.", kernel.op_id)
+    if not isinstance(axis, (int, np.integer)):
+        raise NormArgumentError(f"axis must be one integer, got {axis!r}.", kernel.op_id)
     if not -x.ndim <= axis < x.ndim:
-        raise NormArgumentError(f"axis must be in [{-x.ndim}, {x.ndim}), got {axis}.")
+        raise NormArgumentError(f"axis must be in [{-x.ndim}, {x.ndim}), got {axis}.", kernel.op_id)
     if axis % x.ndim == x.ndim - 1:
         return kernel.call((x, *per_column, residual), kwargs, **shared)
     x, residual = (None if a is None else jnp.moveaxis(a, axis, -1) for a in (x, residual))

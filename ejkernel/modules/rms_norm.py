@@ -34,8 +34,9 @@ class RmsNorm(norms.NormOperation[RmsNormConfig], op_id="rms_norm"):
         self, x: Any, scale: Any = None, residual: Any = None, *, epsilon: float = 1e-6, scale_offset: float = 0.0
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
-        norms.check(x, residual, scale=scale)
-        return (x, scale, residual), {"epsilon": float(epsilon), "scale_offset": float(scale_offset)}
+        norms.check(self.op_id, x, residual, scale=scale)
+        numbers = {"epsilon": epsilon, "scale_offset": scale_offset}
+        return (x, scale, residual), {name: norms.number(self.op_id, name, a) for name, a in numbers.items()}
 
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX."""
@@ -77,6 +78,8 @@ def rms_norm(
     Returns:
       The norm, of the shape and dtype of x. With `residual` a pair: the norm of the sum, and the sum.
     """
-    kwargs = {"epsilon": epsilon} | ({} if scale_offset == 0.0 else {"scale_offset": scale_offset})
+    kwargs = {"epsilon": norms.number("rms_norm", "epsilon", epsilon)}
+    if (moved := norms.number("rms_norm", "scale_offset", scale_offset)) != 0.0:
+        kwargs["scale_offset"] = moved
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     return norms.over_axis(_kernel, x, (scale,), residual, axis, kwargs, **shared)

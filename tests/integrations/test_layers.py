@@ -19,7 +19,14 @@ from flax import nnx
 
 from ejkernel.integrations import equinox_attention, flax_attention
 from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
-from ejkernel.modules import dot_product_attention, flash_attention
+from ejkernel.modules import (
+    dot_product_attention,
+    flash_attention,
+    grouped_matmul,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+)
 from tests.kernels.contract import quick_jit
 from tests.support import fully
 
@@ -245,3 +252,26 @@ def test_equinox_heads_can_be_processed():
     close(*quick_jit(lambda: (equinox_attention(layer, x, x, x, **given), layer(x, x, x, **given)))())
     with pytest.raises(AttentionArgumentError, match="must keep the shapes"):
         equinox_attention(layer, x, x, x, process_heads=lambda q, k, v: (q[1:], k, v))
+
+
+# --- Parameters of NNX in calls ---
+
+
+PARAMETERS = {
+    "rms_norm": lambda x, w: rms_norm(x, w),
+    "rms_norm over rows": lambda x, w: rms_norm(x.T, w, axis=0),
+    "layer_norm": lambda x, w: layer_norm(x, w, w),
+    "linear_cross_entropy": lambda x, w: linear_cross_entropy(x, jnp.eye(8), jnp.arange(4), bias=w),
+    "grouped_matmul": lambda x, w: grouped_matmul(x.reshape(32, 1), w, jnp.array([20, 12])),
+    "flash_attention": lambda x, w: flash_attention(*[x.reshape(1, 2, 2, 8)] * 3, softmax_aux=w),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_parameter_of_nnx_may_be_passed_as_it_is(name):
+    x, call = jax.random.normal(jax.random.key(0), (4, 8)), PARAMETERS[name]
+    shape = {"grouped_matmul": (2, 1, 4), "flash_attention": (2, 4)}.get(name, (8,))
+    plain = jnp.linspace(0.5, 1.5, 8).reshape(shape)
+    np.testing.assert_allclose(call(x, nnx.Param(plain)), call(x, plain), atol=1e-6)
+    loss = lambda w: (call(x, w) ** 2).sum()
+    np.testing.assert_allclose(nnx.grad(loss)(nnx.Param(plain))[...], jax.grad(loss)(plain), atol=1e-5)

@@ -149,9 +149,19 @@ def test_errors_are_those_of_jax(message):
 
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_what_cannot_be_broadcast_is_refused(name):
-    x = jnp.ones((3, 6, 6), bool if name == "mask" else None)
-    with pytest.raises(ValueError, match=f"dot_product_attention: {name} must be broadcastable"):
-        dot_product_attention(*qkv(), **{name: x})
+    dtype = bool if name == "mask" else None
+    with pytest.raises(ValueError, match=rf"dot_product_attention: {name} must .*\[3, 6, 6\].*\[heads, q, kv\]"):
+        dot_product_attention(*qkv(), **{name: jnp.ones((3, 6, 6), dtype)})
+    with pytest.raises(ValueError, match=rf"got shape \[2, 6\]\. .* is {name}\[:, None, None, :\]"):
+        dot_product_attention(*qkv(), **{name: jnp.ones((2, 6), dtype)})
+
+
+def test_only_another_head_dim_of_values_is_referred_to_flash_attention():
+    q, k, v = qkv()
+    for value, other in ((v[..., :4], True), (v[:, 1:], False), (v.astype(jnp.bfloat16), False)):
+        with pytest.raises(ValueError, match="value must be like key") as caught:
+            dot_product_attention(q, k, value)
+        assert ("flash_attention takes" in str(caught.value)) == other
 
 
 def test_traced_scale_has_a_gradient():

@@ -207,6 +207,21 @@ BAD = {
     "sliding_window must be": lambda q, k, v: flash_attention(q, k, v, sliding_window=(1, -2)),
     "logits_soft_cap must be positive": lambda q, k, v: flash_attention(q, k, v, logits_soft_cap=0.0),
     "bias must be broadcastable": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((3, 24))),
+    r"Three axes are \[heads, q, kv\]; one of \[batch, q, kv\] is bias\[:, None\]": lambda q, k, v: flash_attention(
+        q, k, v, bias=jnp.zeros((2, 24, 24))
+    ),
+    r"heads and key has 24; .* Axes are \[batch, sequence, heads, head_dim\]": lambda q, k, v: flash_attention(
+        q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+    ),
+    r"cum_seqlens_q must start with 0, .*end at 24 or before, got \[10, 14\]\. Of lengths": lambda q, k, v: (
+        flash_attention(q, k, v, cum_seqlens_q=jnp.array([10, 14]))
+    ),
+    r"cum_seqlens_q must start with 0, not decrease": lambda q, k, v: flash_attention(
+        q, k, v, cum_seqlens_q=np.array([[0, 4, 24], [0, 20, 12]], np.uint32)
+    ),
+    r"cum_seqlens_k must start with 0, .*got \[0, 20, 30\]": lambda q, k, v: flash_attention(
+        q, k, v, cum_seqlens_q=[0, 4, 24], cum_seqlens_k=[0, 20, 30]
+    ),
     "bias must be floating": lambda q, k, v: flash_attention(q, k, v, bias=jnp.zeros((24, 24), int)),
     "attention_mask must be boolean": lambda q, k, v: flash_attention(q, k, v, attention_mask=jnp.zeros((24, 24))),
     "attention_mask has three axes": lambda q, k, v: flash_attention(q, k, v, mask=jnp.ones((2, 24, 24), bool)),
@@ -246,7 +261,7 @@ BAD = {
         q, k, v, cfg=FlashAttentionConfig(MosaicFwdConfig())
     ),
     "in_specs and out_specs need mesh": lambda q, k, v: flash_attention(q, k, v, in_specs=P()),
-    "softmax_scale must be a Python number": lambda q, k, v: jax.jit(
+    r"softmax_scale must be a Python number.*Multiply the query by a scale that is traced": lambda q, k, v: jax.jit(
         lambda s: flash_attention(q, k, v, softmax_scale=s)
     )(0.5),
 }
@@ -262,7 +277,7 @@ def test_bad_arguments_are_named(message):
 
 
 def test_a_platform_that_cannot_serve_is_an_error_with_its_reason():
-    with pytest.raises(UnsupportedCallError, match="asks for platform='cudnn'"):
+    with pytest.raises(UnsupportedCallError, match="asks for platform='cudnn', but cudnn needs a GPU, this is a CPU"):
         flash_attention(*arrays(), platform="cudnn")
     with pytest.raises(UnsupportedCallError, match="cudnn needs a GPU"):
         flash_attention(*arrays(), cfg=FlashAttentionConfig(platform="cudnn"))

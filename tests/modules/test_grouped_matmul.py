@@ -265,8 +265,12 @@ def test_impossible_sizes_inside_of_a_program_are_cut():
     ("changed", "words"),
     [
         ({"lhs": LHS[:, :, None]}, r"lhs must be \[rows, k\]"),
+        ({"lhs": LHS[None]}, r"grouped_matmul: lhs must be \[rows, k\] .* Reshape lhs to two axes"),
+        ({"rhs": None}, "rhs must be an array, got NoneType"),
+        ({"rhs": RHS[0]}, r"rhs \[groups, k, n\] with the same k"),
         ({"rhs": RHS[:, 1:]}, "with the same k"),
-        ({"transpose_rhs": True}, r"rhs \[groups, n, k\]"),
+        ({"rhs": RHS.swapaxes(1, 2)}, "need transpose_rhs=True"),
+        ({"transpose_rhs": True}, r"rhs \[groups, n, k\] .* need transpose_rhs=False"),
         ({"group_sizes": SIZES[:2]}, "one entry per group of rhs, 3, got 2"),
         ({"group_sizes": SIZES.astype(float)}, "must be integers"),
         ({"group_sizes": [30, 20, 40]}, "add up to 40 rows at most, got a least size of 20 and a sum of 90"),
@@ -291,7 +295,7 @@ def test_drhs_is_an_operation_of_its_own():
     dout = jax.random.normal(jax.random.key(3), (40, 16))
     want = jax.vjp(lambda r: grouped_matmul(LHS, r, SIZES), RHS)[1](dout)[0]
     assert close(GroupedDrhs()(LHS, dout, SIZES), want)
-    with pytest.raises(GroupedMatmulArgumentError, match="with the same rows"):
+    with pytest.raises(GroupedMatmulArgumentError, match=r"grouped_matmul_drhs: .*with the same rows"):
         GroupedDrhs()(LHS, dout[1:], SIZES)
 
 

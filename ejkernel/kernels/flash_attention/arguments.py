@@ -194,7 +194,8 @@ def _checked_qkv(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise AttentionArgumentError(
-            f"query has {q.shape[2]} heads and key has {k.shape[2]}; the first must be a multiple of the second."
+            f"query has {q.shape[2]} heads and key has {k.shape[2]}; the first must be a multiple of the second. "
+            "Axes are [batch, sequence, heads, head_dim]."
         )
     if q.shape[2] == 0:
         raise AttentionArgumentError(f"query must have at least one head, got shape {q.shape}.")
@@ -351,10 +352,17 @@ def _broadcastable(name: str, x: Any, full: tuple[int, ...], *, floating: bool) 
     shape = (1,) * (4 - x.ndim) + tuple(x.shape)
     if len(shape) != 4 or any(d not in (1, n) for d, n in zip(shape, full, strict=True)):
         raise AttentionArgumentError(
-            f"{name} must be broadcastable to [batch, heads, q, kv] = {list(full)}, got shape {list(x.shape)}. One "
-            f"value per key and batch is {name}[:, None, None, :]."
+            f"{name} must be broadcastable to [batch, heads, q, kv] = {list(full)}, got shape {list(x.shape)}. "
+            f"{broadcast_hint(name, x.ndim)}"
         )
     return x if x.ndim == 4 else x.reshape(shape)
+
+
+def broadcast_hint(name: str, ndim: int) -> str:
+    """How a mask or a bias that does not fit gets four axes."""
+    if ndim == 3:
+        return f"Three axes are [heads, q, kv]; one of [batch, q, kv] is {name}[:, None]."
+    return f"One value per key and batch is {name}[:, None, None, :]."
 
 
 # --- The softmax ---
@@ -418,7 +426,7 @@ def _number(name: str, x: Any) -> float:
         return float(x)
     raise AttentionArgumentError(
         f"{name} must be a Python number, known while tracing, got {type(x).__name__}. NumPy's numbers count as arrays "
-        "here: give float(x)."
+        f"here: give float(x).{' Multiply the query by a scale that is traced.' if name == 'softmax_scale' else ''}"
     )
 
 

@@ -19,9 +19,14 @@ class UnsupportedCallError(EjkernelError, NotImplementedError):
 
     def __init__(self, inv: Invocation[Any, Any], reasons: Mapping[str, str]) -> None:
         lines = [f"  {platform}: {reason}" for platform, reason in reasons.items()]
-        shapes = ", ".join(str(x) for x in inv.abstract_args)
+        shapes = ", ".join(_shape(x) for x in inv.abstract_args)
         super().__init__("\n".join([f"{inv.op_id}: no backend supports ({shapes}).", *lines]))
         self.reasons = dict(reasons)
+
+
+def _shape(x: Any) -> str:
+    """`float32[4,2]`; what is no array as it is."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if hasattr(x, "shape") and hasattr(x, "dtype") else str(x)
 
 
 class PlatformError(EjkernelError, ValueError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,14 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.core import explicit
+from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.explicit import Split
-from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.workload import Workload
 from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils.fingerprint import device_kind
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -48,10 +51,12 @@ class Operation(Kernel[Cfg, Out]):
     """Name of a module with `WORKLOADS`, the named calls of tests, benchmarks and packs."""
 
     _class_op_id: ClassVar[str | None] = None
+    _cfg_fields: ClassVar[tuple[str, ...]] = ("fwd_params", "platform")
 
     def __init__(self, name: str | None = None, *, interpret: bool = False) -> None:
         super().__init__(name or self._class_op_id)
         self.interpret = interpret
+        self._check_cfg_type()
 
     def __init_subclass__(cls, *, op_id: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -60,24 +65,45 @@ class Operation(Kernel[Cfg, Out]):
         cls.source_modules = tuple(sources)
         for backend in cls.__dict__.get("backends", ()):
             cls._add(backend)
+        if inspect.isfunction(own := cls.__dict__.get("reference")) and not _takes_platform(own):
+            cls.reference = _dropping_platform(own)
 
     @classmethod
     def _add(cls, backend: Backend) -> None:
         _bind(cls, "run", backend)
+
+    def _check_cfg_type(self) -> None:
+        cls, cfg_type = type(self).__name__, self.cfg_type
+        if cfg_type is None:
+            raise KernelDefinitionError(
+                f"{self.op_id}: the config class is not known; write class {cls}(Operation[Config, Output])."
+            )
+        missing = [name for name in self._cfg_fields if name not in getattr(cfg_type, "__dataclass_fields__", ())]
+        if missing:
+            fields = "the field" if len(missing) == 1 else "the fields"
+            raise KernelDefinitionError(
+                f"{self.op_id}: the config class {cfg_type.__name__} needs {fields} {', '.join(missing)}, as a frozen "
+                "dataclass in which None is the default of each."
+            )
 
     @classmethod
     def workloads(cls, device: str | None = None) -> list[Workload]:
         """The named calls of this operation; those of one kind of device, if it is given."""
         if cls.workload_module is None:
             return []
-        found = importlib.import_module(cls.workload_module).WORKLOADS
+        found = getattr(importlib.import_module(cls.workload_module), "WORKLOADS", None)
+        if found is None:
+            raise KernelDefinitionError(
+                f"{cls._class_op_id or cls.__name__}: workload_module is {cls.workload_module!r}, which has no "
+                "WORKLOADS, a tuple of ejkernel.ops.core.workload.Workload."
+            )
         return [w for w in found if device in (None, w.device)]
 
     # --- Arguments ---
 
     def prepare(self, /, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Args, Kwargs]:
         """What `arguments` makes of them, and the platform if the call asks for one."""
-        args, kwargs = self.arguments(*args, **kwargs)
+        args, kwargs = self.arguments(*map(_unwrapped, args), **kwargs)
         return args, kwargs if platform is None else {**kwargs, "platform": platform}
 
     def arguments(self, /, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
@@ -90,9 +116,17 @@ class Operation(Kernel[Cfg, Out]):
         """Whether the backend named `platform` supports the call, or its backward if `inv` is one."""
         asked = inv.kwargs.get("platform")
         if asked not in (None, platform):
-            return f"the call asks for platform={asked!r}"
+            return f"the call asks for platform={asked!r}{self._absent(asked, inv)}"
         reason = self._refusal(self.backend(platform), inv, isinstance(inv.kernel, BackwardKernel))
         return True if reason is None else reason
+
+    def _absent(self, asked: str, inv: Invocation[Any, Any]) -> str:
+        """Why a call does not get the backend that it asks for, if devices of this kind never try it."""
+        backend = self.backend(asked)
+        if asked in dispatch.PLATFORMS[device_kind()]:
+            return ""  # It is listed beside this one, with its own reason.
+        reason = self._refusal(backend, inv, isinstance(inv.kernel, BackwardKernel))
+        return f", but {reason or f'interpreted backends are chosen by cfg= with platform={asked!r}'}"
 
     def backend(self, platform: str) -> Backend:
         """The backend of this name."""
@@ -163,7 +197,17 @@ class Operation(Kernel[Cfg, Out]):
 
     def _forward(self, backend: Backend, args: Args, kwargs: Kwargs, cfg: Any) -> tuple[Any, Any]:
         options = {**self._options(backend), **_without_platform(kwargs)}
-        return backend.functions.forward(*args, params=self._params(backend, cfg), **options)
+        forward = getattr(backend.functions, "forward", None)
+        if forward is None:
+            where = getattr(backend.functions, "__name__", type(backend.functions).__name__)
+            raise KernelDefinitionError(f"{self.op_id}[{backend.platform}]: {where} has no function forward.")
+        found = forward(*args, params=self._params(backend, cfg), **options)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise KernelDefinitionError(
+                f"{self.op_id}[{backend.platform}]: forward must return a pair, the output and what the backward needs "
+                f"(None if nothing), got {type(found).__name__}."
+            )
+        return found
 
     def _params(self, backend: Backend, cfg: Any, *, backward: bool = False) -> Any:
         params = cfg.bwd_params if backward else cfg.fwd_params
@@ -219,7 +263,7 @@ class Operation(Kernel[Cfg, Out]):
     def _agreed_platform(self, platform: str | None, cfg: Any) -> str | None:
         if platform is not None:
             self.backend(platform)
-        named = None if cfg is None else cfg.platform
+        named = None if cfg is None else dispatch.forced_platform(self, cfg)
         if platform is not None and named is not None and platform != named:
             raise OperationArgumentError(f"{self.op_id}: platform is {platform!r} and cfg.platform is {named!r}.")
         return platform if platform is not None else named
@@ -231,6 +275,8 @@ class DifferentiableOperation(Operation[Cfg, Out]):
     JAX differentiates the forward of a backend that has none. Residuals must have the same meaning in all backends: any
     backward may follow any forward.
     """
+
+    _cfg_fields = ("fwd_params", "bwd_params", "platform")
 
     @classmethod
     def _add(cls, backend: Backend) -> None:
@@ -310,6 +356,26 @@ def _completed(in_specs: Any, args: Args) -> Any:
         return in_specs
     rest = args[len(in_specs) :]
     return (*in_specs, *(PartitionSpec() for _ in rest)) if all(x is None for x in rest) else in_specs
+
+
+def _unwrapped(x: Any) -> Any:
+    """The array of an object that stands for one, as a parameter of Flax NNX does."""
+    return jnp.asarray(x) if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
+
+
+def _takes_platform(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "platform" in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+
+def _dropping_platform(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """What is right does not depend on the platform that a call asks for."""
+
+    @functools.wraps(reference)
+    def wrapped(self: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
+        return reference(self, *args, **kwargs)
+
+    return wrapped
 
 
 def _without_platform(kwargs: Kwargs) -> Kwargs:

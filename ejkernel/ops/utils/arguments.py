@@ -38,6 +38,24 @@ def is_array(x: Any) -> bool:
     return isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__")
 
 
+def known_number(x: Any) -> float | None:
+    """`x` as a number of Python's; None if it is none, or is traced."""
+    if isinstance(x, (int, float, np.number)):
+        return float(x)
+    known = isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) and x.ndim == 0
+    return float(x) if known else None
+
+
+def readable(x: Any) -> np.ndarray | None:
+    """The values of an array, if they are known and on the host: no call waits for an accelerator to check them."""
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return None
+    here = x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
+    return np.asarray(x) if here else None
+
+
 def has_no_data(x: Any) -> bool:
     """Whether `x` is an array whose values this process does not have: a shape, a tracer, or spread over processes."""
     if isinstance(x, (jax.ShapeDtypeStruct, Tracer)):

@@ -256,7 +256,13 @@ def oracle_of_four(x, weights, labels):
         ({}, {"bias": jnp.zeros(8)}, r"bias must have shape \(32,\), got \(8,\)"),
         ({}, {"reduction": "avg"}, "reduction must be one of mean, sum, none"),
         ({}, {"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1"),
-        ({}, {"logits_soft_cap": -1.0}, "logits_soft_cap must be above 0"),
+        ({}, {"logits_soft_cap": -1.0}, "linear_cross_entropy: logits_soft_cap must be above 0"),
+        ({}, {"logits_soft_cap": 0.0}, "logits_soft_cap must be above 0, or None for no cap, got 0.0"),
+        ({}, {"z_loss": "1e-4"}, "z_loss must be a Python number, known while tracing, got '1e-4'"),
+        ({}, {"ignore_index": "-100"}, "ignore_index must be a Python integer, known while tracing, or None"),
+        ({}, {"ignore_index": -100.0}, r"ignore_index must be a Python integer, .* got -100\.0"),
+        ({"labels": None}, {}, "labels must be an array, got NoneType"),
+        ({"labels": [1] * 24}, {}, "labels must be an array, got list"),
     ],
 )
 def test_wrong_arguments_are_named(change, kwargs, words):
@@ -264,3 +270,11 @@ def test_wrong_arguments_are_named(change, kwargs, words):
     given = {"x": x, "weights": weights, "labels": labels} | change
     with pytest.raises(LossArgumentError, match=words):
         linear_cross_entropy(**given, **kwargs)
+
+
+def test_what_must_be_known_while_tracing_is_named():
+    x, weights, labels, _ = inputs()
+    for name, value in (("ignore_index", -100), ("z_loss", 1e-4)):
+        call = jax.jit(lambda given, name=name: linear_cross_entropy(x, weights, labels, **{name: given}))
+        with pytest.raises(LossArgumentError, match=f"{name} must be a Python .*, known while tracing"):
+            call(value)

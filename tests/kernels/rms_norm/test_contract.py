@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -116,12 +117,26 @@ def test_vmap_and_jit_agree_with_the_plain_call():
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        ((jnp.zeros((2, 4)), jnp.zeros(3)), {}, r"scale must have shape \(4,\), got \(3,\)"),
+        ((jnp.zeros((2, 4)), jnp.zeros(3)), {}, r"rms_norm: scale must have shape \(4,\), got \(3,\)"),
         ((jnp.zeros((2, 4)),), {"residual": jnp.zeros((2, 3))}, "residual must have the shape of x"),
         ((jnp.zeros((2, 4), int),), {}, "x must be of a floating dtype"),
         ((jnp.zeros((2, 4)),), {"axis": 2}, "axis must be in"),
+        ((jnp.zeros((2, 4)),), {"axis": (0, 1)}, r"axis must be one integer, got \(0, 1\)"),
+        ((jnp.zeros(()),), {}, "x must have at least one axis"),
+        ((None,), {}, "rms_norm: x must be an array, got NoneType"),
+        ((jnp.zeros((2, 4)), [1.0] * 4), {}, "scale must be an array or None, got list"),
+        ((jnp.zeros((2, 4)),), {"epsilon": "1e-6"}, "epsilon must be a Python number, known while tracing, got '1e-6'"),
+        ((jnp.zeros((2, 4)),), {"epsilon": None}, "epsilon must be a Python number"),
+        ((jnp.zeros((2, 4)), jnp.zeros(4)), {"scale_offset": jnp.ones(4)}, "scale_offset must be a Python number"),
     ],
 )
 def test_wrong_arguments_are_named(args, kwargs, words):
     with pytest.raises(NormArgumentError, match=words):
         rms_norm(*args, **kwargs)
+
+
+def test_numbers_may_be_arrays_that_are_known_and_no_tracers():
+    x = jnp.arange(8.0).reshape(2, 4)
+    assert jnp.array_equal(rms_norm(x, epsilon=jnp.float32(0.5)), rms_norm(x, epsilon=np.float32(0.5)))
+    with pytest.raises(NormArgumentError, match=r"epsilon must be a Python number, known while tracing, got .*Tracer"):
+        jax.jit(lambda epsilon: rms_norm(x, epsilon=epsilon))(0.5)
