@@ -181,6 +181,16 @@ def test_a_label_outside_of_the_vocabulary_is_nan_and_not_a_number(label):
     assert jnp.isnan(jax.grad(linear_cross_entropy)(x, weights, labels)[3]).all()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_labels_may_have_few_bits(dtype):
+    """A vocabulary or an ignore_index that the dtype cannot hold must not wrap around to a label that it can."""
+    x, weights = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(6, 8), (8, 300)]))
+    labels = np.array([0, 43, 44, 45, 100, 127 if dtype == "int8" else 156])
+    run = lambda labels: jax.value_and_grad(linear_cross_entropy)(x, weights, labels, ignore_index=-100)
+    got, want = (run(labels.astype(d)) for d in (dtype, "int32"))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, want)
+
+
 def test_large_logits_neither_overflow_nor_vanish():
     x, weights, labels, bias = inputs()
     big = linear_cross_entropy(x * 1e4, weights, labels, bias=bias - 3e4, ignore_index=-100)
