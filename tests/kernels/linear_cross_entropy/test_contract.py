@@ -87,6 +87,21 @@ def test_loss_and_gradients_agree_on_a_gpu(case, platform):
     check(LinearCrossEntropy, platform, case, oracle, fwd_params=params, bwd_params=params)
 
 
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_sums_have_the_wider_dtype_of_x_and_weights(narrow, chunk):
+    with jax.enable_x64(True):
+        args = [np.asarray(a, "float64") for a in inputs()[:2]]
+        args[narrow] = args[narrow].astype("float32")
+        labels, cfg = jnp.arange(24), LinearCrossEntropyConfig(ChunkParams(rows=chunk, columns=5, loss_rows=chunk))
+        run = lambda x, w: linear_cross_entropy(x, w, labels, cfg=cfg)
+        loss, grads = jax.value_and_grad(run, (0, 1))(*args)
+        want = jax.value_and_grad(lambda x, w: oracle(x, w, labels, None), (0, 1))(*args)
+        assert [g.dtype for g in grads] == [a.dtype for a in args]
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), (loss, grads), want)
+        np.testing.assert_allclose([loss, run(*args)], want[0], rtol=1e-12)
+
+
 # --- Several devices ---
 
 SHARED = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 2.0}
