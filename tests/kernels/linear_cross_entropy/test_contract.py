@@ -213,6 +213,16 @@ def test_large_logits_neither_overflow_nor_vanish():
     np.testing.assert_allclose(big, want, rtol=1e-5)
 
 
+def test_gradients_of_a_mean_in_float16_do_not_vanish_with_many_rows():
+    """Those of most logits are below the least float16, but what is asked for is scaled by the cotangent."""
+    rng, rows, vocabulary = np.random.default_rng(0), 4096, 8192
+    x, weights = rng.normal(size=(rows, 4)).astype("float16"), np.zeros((4, vocabulary), "float16")
+    cfg = LinearCrossEntropyConfig(ChunkParams(rows=256))
+    loss = lambda w: 2.0**12 * linear_cross_entropy(x, w, np.zeros(rows, "int32"), cfg=cfg)
+    want = 2.0**12 * x.astype("float64").mean(axis=0) / vocabulary  # Of a column that is no label.
+    np.testing.assert_allclose(jax.grad(loss)(weights)[:, 1], want, rtol=1e-2)
+
+
 @pytest.mark.full
 def test_second_derivatives_agree_with_plain_jax():
     x, weights, labels, bias = inputs(rows=6)
