@@ -37,7 +37,7 @@ class LayerNorm(norms.NormOperation[LayerNormConfig], op_id="layer_norm"):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
         norms.check(x, residual, scale=scale, offset=offset)
-        return (x, scale, offset, residual), {"epsilon": float(epsilon)}
+        return (x, scale, offset, residual), {"epsilon": norms.number("epsilon", epsilon)}
 
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX."""
@@ -79,5 +79,6 @@ def layer_norm(
     Returns:
       The norm, of the shape and dtype of x. With `residual` a pair: the norm of the sum, and the sum.
     """
+    kwargs = {"epsilon": norms.number("epsilon", epsilon)}
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return norms.over_axis(_kernel, x, (scale, offset), residual, axis, {"epsilon": epsilon}, **shared)
+    return norms.over_axis(_kernel, x, (scale, offset), residual, axis, kwargs, **shared)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -14,6 +16,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.kernels.linear_cross_entropy import xla
 from ejkernel.kernels.linear_cross_entropy.params import ChunkParams
 from ejkernel.kernels.linear_cross_entropy.reference import plain
+from ejkernel.modules import static
 from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
@@ -84,14 +87,18 @@ class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any],
         _check_shapes(x, weights, labels, bias)
         if reduction not in get_args(Reduction):
             raise LossArgumentError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}.")
+        known = partial(static.number, error=LossArgumentError)
+        label_smoothing, z_loss = known("label_smoothing", label_smoothing), known("z_loss", z_loss)
         if not 0.0 <= label_smoothing < 1.0:
             raise LossArgumentError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}.")
-        if logits_soft_cap is not None and not logits_soft_cap > 0.0:
-            raise LossArgumentError(f"logits_soft_cap must be above 0, or None for no cap, got {logits_soft_cap}.")
+        if logits_soft_cap is not None and not 0.0 < known("logits_soft_cap", logits_soft_cap) < math.inf:
+            raise LossArgumentError(
+                f"logits_soft_cap must be above 0 and finite, or None for no cap, got {logits_soft_cap}."
+            )
         kwargs = {
-            "ignore_index": None if ignore_index is None else int(ignore_index),
-            "label_smoothing": float(label_smoothing),
-            "z_loss": float(z_loss),
+            "ignore_index": _index(ignore_index),
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
             "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
             "reduction": reduction,
             "axis_name": axis_name,
@@ -129,6 +136,8 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
             f"weights must be [columns of x, vocabulary], got {weights.shape} for x of shape {x.shape}. "
             "Transpose weights that are [vocabulary, columns]."
         )
+    if 0 in weights.shape:
+        raise LossArgumentError(f"weights must not be empty, got shape {weights.shape}.")
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise LossArgumentError(
             f"labels must be integers of shape {x.shape[:-1]}, one per row of x, "
@@ -136,6 +145,10 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
         )
     if bias is not None and bias.shape != weights.shape[1:]:
         raise LossArgumentError(f"bias must have shape {weights.shape[1:]}, got {bias.shape}.")
+
+
+def _index(ignore_index: Any) -> int | None:
+    return None if ignore_index is None else static.integer("ignore_index", ignore_index, LossArgumentError)
 
 
 _kernel = LinearCrossEntropy()
@@ -189,15 +202,12 @@ def linear_cross_entropy(
     Returns:
       The loss, or a pair of it and the statistics.
     """
-    given = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "logits_soft_cap": logits_soft_cap,
-        "axis_name": axis_name,
-        "batch_axis_name": batch_axis_name,
-    }
-    kwargs = {name: value for name, value in given.items() if value not in (None, 0.0) or name == "ignore_index"}
+    numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "logits_soft_cap": logits_soft_cap}
+    numbers = {name: static.number(name, x, LossArgumentError) for name, x in numbers.items() if x is not None}
+    names = {"axis_name": axis_name, "batch_axis_name": batch_axis_name}
+    kwargs: dict[str, Any] = {"ignore_index": _index(ignore_index)}
+    kwargs |= {name: x for name, x in numbers.items() if x or name == "logits_soft_cap"}
+    kwargs |= {name: x for name, x in names.items() if x is not None}
     kwargs |= {"reduction": reduction} | ({"stats": True} if return_stats else {})
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     out = _kernel.call((x, weights, labels, bias), kwargs, **shared)

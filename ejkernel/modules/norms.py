@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelError
+from ejkernel.modules import static
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import RowOperation
@@ -36,6 +37,11 @@ def check(x: Any, residual: Any, **per_column: Any) -> None:
             raise NormArgumentError(f"{name} must have shape {x.shape[-1:]}, got {a.shape}.")
     if residual is not None and residual.shape != x.shape:
         raise NormArgumentError(f"residual must have the shape of x, {x.shape}, got {residual.shape}.")
+
+
+def number(name: str, x: Any) -> float:
+    """A number that is known while tracing."""
+    return static.number(name, x, NormArgumentError)
 
 
 def over_axis(

@@ -35,7 +35,10 @@ class RmsNorm(norms.NormOperation[RmsNormConfig], op_id="rms_norm"):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
         norms.check(x, residual, scale=scale)
-        return (x, scale, residual), {"epsilon": float(epsilon), "scale_offset": float(scale_offset)}
+        return (x, scale, residual), {
+            "epsilon": norms.number("epsilon", epsilon),
+            "scale_offset": norms.number("scale_offset", scale_offset),
+        }
 
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX."""
@@ -77,6 +80,8 @@ def rms_norm(
     Returns:
       The norm, of the shape and dtype of x. With `residual` a pair: the norm of the sum, and the sum.
     """
-    kwargs = {"epsilon": epsilon} | ({} if scale_offset == 0.0 else {"scale_offset": scale_offset})
+    kwargs = {"epsilon": norms.number("epsilon", epsilon)}
+    if added := norms.number("scale_offset", scale_offset):
+        kwargs["scale_offset"] = added
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     return norms.over_axis(_kernel, x, (scale,), residual, axis, kwargs, **shared)

@@ -292,6 +292,10 @@ def oracle_of_four(x, weights, labels):
         ({}, {"reduction": "avg"}, "reduction must be one of mean, sum, none"),
         ({}, {"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1"),
         ({}, {"logits_soft_cap": -1.0}, "logits_soft_cap must be above 0"),
+        ({}, {"logits_soft_cap": 0.0}, "logits_soft_cap must be above 0"),
+        ({}, {"logits_soft_cap": jnp.inf}, "logits_soft_cap must be above 0 and finite"),
+        ({}, {"ignore_index": 1.5}, "ignore_index must be an integer, known while tracing, got 1.5"),
+        ({"weights": jnp.zeros((8, 0))}, {}, r"weights must not be empty, got shape \(8, 0\)"),
     ],
 )
 def test_wrong_arguments_are_named(change, kwargs, words):
@@ -299,3 +303,17 @@ def test_wrong_arguments_are_named(change, kwargs, words):
     given = {"x": x, "weights": weights, "labels": labels} | change
     with pytest.raises(LossArgumentError, match=words):
         linear_cross_entropy(**given, **kwargs)
+
+
+NUMBERS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 2.0, "ignore_index": -100}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
+    x, weights, labels, _ = inputs()
+    run = lambda number: linear_cross_entropy(x, weights, labels, **({"ignore_index": -100} | {name: number}))
+    want = run(NUMBERS[name])
+    for number in (np.asarray(NUMBERS[name])[()], jnp.asarray(NUMBERS[name])):
+        np.testing.assert_allclose(run(number), want, rtol=1e-6)
+    with pytest.raises(LossArgumentError, match=rf"{name} must be .*, known while tracing, got a traced \w+\[\]"):
+        jax.jit(run)(NUMBERS[name])

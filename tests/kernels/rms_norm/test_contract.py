@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -111,6 +112,17 @@ def test_vmap_and_jit_agree_with_the_plain_call():
     want = rms_norm(x, scale)
     assert jnp.allclose(jax.vmap(lambda x: rms_norm(x, scale))(x), want)
     assert jnp.allclose(jax.jit(rms_norm)(x, scale), want)
+
+
+@pytest.mark.parametrize("name", ["epsilon", "scale_offset"])
+def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
+    x, scale, value = jnp.ones((2, 8)), jnp.arange(8.0), jnp.finfo(jnp.bfloat16).eps
+    run = lambda number: rms_norm(x, scale, **{name: number})
+    want = run(float(value))
+    for number in (value, np.float64(value), jnp.float32(value)):
+        assert jnp.array_equal(run(number), want)
+    with pytest.raises(NormArgumentError, match=rf"{name} must be a number, known while tracing, got a traced"):
+        jax.jit(run)(0.5)
 
 
 @pytest.mark.parametrize(
