@@ -2,13 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.rows import RowParams
 from ejkernel.modules import LayerNorm, layer_norm
 from ejkernel.modules.norms import NormArgumentError
-from tests.kernels.contract import OperationCase, check, check_inside_shard_map
+from tests.kernels.contract import (
+    LIMITS,
+    OperationCase,
+    assert_close,
+    check,
+    check_inside_shard_map,
+    outputs,
+    through,
+)
 
 PLATFORMS = ["xla", "triton", "pallas"]
 
@@ -52,6 +61,14 @@ CASES = [
 def test_backend_agrees_with_float64_or_refuses(case, platform):
     params = {} if platform == "xla" else {"fwd_params": RowParams(rows=8), "bwd_params": RowParams(rows=8)}
     check(LayerNorm, platform, case, oracle, **params)
+
+
+def test_float64_is_computed_in_float64():
+    """With a scale, an offset and a residual too."""
+    with jax.enable_x64(True):
+        args, _ = case("float64", 4, 37, residual=True, dtype="float64").arrays()
+        got, want = (outputs(fn, args, {}) for fn in (through(LayerNorm, "xla"), oracle))
+        assert_close({name: np.asarray(x) for name, x in got.items()}, want, LIMITS["float64"])
 
 
 @pytest.mark.gpu
