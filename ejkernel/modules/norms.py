@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
 from ejkernel.modules import static
@@ -49,10 +50,36 @@ def over_axis(
     **shared: Any,
 ) -> Any:  # fmt: skip
     """The call with the axis as the last, and its results with the axis where it was."""
-    if not -x.ndim <= axis < x.ndim:
+    if not -x.ndim <= (axis := static.integer("axis", axis, NormArgumentError)) < x.ndim:
         raise NormArgumentError(f"axis must be in [{-x.ndim}, {x.ndim}), got {axis}.")
-    if axis % x.ndim == x.ndim - 1:
+    axis %= x.ndim
+    if shared["mesh"] is not None:
+        shared |= _moved_specs(axis, x.ndim, len(per_column), shared)
+    if axis == x.ndim - 1:
         return kernel.call((x, *per_column, residual), kwargs, **shared)
     x, residual = (None if a is None else jnp.moveaxis(a, axis, -1) for a in (x, residual))
     out = kernel.call((x, *per_column, residual), kwargs, **shared)
     return jax.tree.map(lambda a: jnp.moveaxis(a, -1, axis), out)
+
+
+def _moved_specs(axis: int, ndim: int, per_column: int, shared: dict[str, Any]) -> dict[str, Any]:
+    """The specs of a call whose axis becomes the last: those of x, the residual and results; others have one axis."""
+    ins, outs = shared["in_specs"], shared["out_specs"]
+    if isinstance(ins, PartitionSpec):
+        ins = (ins,) * (per_column + 2)
+    if isinstance(ins, (tuple, list)):
+        ins = tuple(_moved(s, axis, ndim) if i in (0, per_column + 1) else s for i, s in enumerate(ins))
+    is_spec = lambda s: isinstance(s, PartitionSpec)
+    return {"in_specs": ins, "out_specs": jax.tree.map(lambda s: _moved(s, axis, ndim), outs, is_leaf=is_spec)}
+
+
+def _moved(spec: Any, axis: int, ndim: int) -> Any:
+    if not isinstance(spec, PartitionSpec):
+        return spec
+    entries = [*spec, *(None,) * (ndim - len(spec))]
+    if entries[axis] is not None:
+        raise NormArgumentError(
+            f"in_specs and out_specs must leave the axis that is normalised, {axis}, whole, got {spec}: "
+            "each device would normalise its part. Without mesh, the compiler splits it."
+        )
+    return PartitionSpec(*entries[:axis], *entries[axis + 1 :], None)

@@ -107,6 +107,20 @@ def test_any_axis_can_be_normalised(axis):
     assert jnp.allclose(rms_norm(x, axis=axis), want, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("axis", "spec"), [(1, P("d")), (1, P(None, None, "d")), (0, P(None, "d")), (-1, P(None, "d"))]
+)
+def test_specs_of_a_mesh_are_those_of_the_arguments_for_any_axis(axis, spec):
+    x, residual = jax.random.normal(jax.random.key(0), (2, 4, 8, 12))
+    scale = jnp.arange(1.0, 1 + x.shape[axis])
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (spec, P(), spec), "out_specs": (spec, spec)}
+    got = rms_norm(x, scale, residual=residual, axis=axis, mesh=mesh, **specs)
+    assert all(map(jnp.allclose, got, rms_norm(x, scale, residual=residual, axis=axis)))
+    with pytest.raises(NormArgumentError, match="must leave the axis that is normalised"):
+        rms_norm(x, axis=axis, mesh=mesh, in_specs=P(*(None,) * (axis % 3), "d"), out_specs=P())
+
+
 def test_vmap_and_jit_agree_with_the_plain_call():
     x, scale = jax.random.normal(jax.random.key(0), (3, 4, 8)), jnp.arange(8.0)
     want = rms_norm(x, scale)
@@ -132,6 +146,7 @@ def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
         ((jnp.zeros((2, 4)),), {"residual": jnp.zeros((2, 3))}, "residual must have the shape of x"),
         ((jnp.zeros((2, 4), int),), {}, "x must be of a floating dtype"),
         ((jnp.zeros((2, 4)),), {"axis": 2}, "axis must be in"),
+        ((jnp.zeros((2, 4)),), {"axis": (0, 1)}, "axis must be an integer"),
     ],
 )
 def test_wrong_arguments_are_named(args, kwargs, words):
