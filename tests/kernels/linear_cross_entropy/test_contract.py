@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.linear_cross_entropy.params import ChunkParams
+from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError
 from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
 from ejkernel.modules.linear_cross_entropy import LossArgumentError
 from tests.kernels.contract import OperationCase, check
@@ -303,6 +303,12 @@ def test_wrong_arguments_are_named(change, kwargs, words):
     given = {"x": x, "weights": weights, "labels": labels} | change
     with pytest.raises(LossArgumentError, match=words):
         linear_cross_entropy(**given, **kwargs)
+
+
+@pytest.mark.parametrize("sizes", [{"rows": 0}, {"rows": 2.5}, {"rows": 2, "columns": -5}, {"rows": 2, "loss_rows": 0}])
+def test_sizes_of_chunks_are_above_zero(sizes):
+    with pytest.raises(ChunkSizeError, match="sizes must be integers above 0"):
+        ChunkParams(**sizes)
 
 
 NUMBERS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 2.0, "ignore_index": -100}
