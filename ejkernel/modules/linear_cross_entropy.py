@@ -36,7 +36,7 @@ class LinearCrossEntropyConfig:
 
 
 class LossStatistics(NamedTuple):
-    """What is known of each row beside its loss; no gradient flows through it.
+    """What is known of each row beside its loss, also of one that does not count; no gradient flows through it.
 
     Attributes:
       log_sum_exp: Of its logits, float32.
@@ -176,7 +176,7 @@ def linear_cross_entropy(
 ) -> Any:
     """The cross entropy of `x @ weights + bias` and integer labels; logits are in memory a chunk at a time.
 
-    Sums are in float32, and the loss is float32.
+    Sums are in float32, and the loss is float32; with float64 in x or weights, both are float64.
 
     Args:
       x: [..., columns], of a floating dtype.
