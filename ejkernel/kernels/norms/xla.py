@@ -17,8 +17,12 @@ def forward(
     dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     total = x if residual is None else (x.astype(dtype) + residual.astype(dtype)).astype(x.dtype)
     wide = total.astype(dtype)
-    mean = jnp.mean(wide, axis=-1, keepdims=True) if center else None
-    wide = wide if mean is None else wide - mean
+    mean = None
+    if center:
+        mean = jnp.mean(wide, axis=-1, keepdims=True)
+        # What rounding left of the mean, which may be more than the deviation; its derivative is zero.
+        rest = jax.lax.stop_gradient(jnp.mean(wide - mean, axis=-1, keepdims=True))
+        wide, mean = wide - mean - rest, mean + rest
     rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     out = wide * rstd
     if scale is not None:

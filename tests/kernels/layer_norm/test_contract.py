@@ -78,6 +78,17 @@ def test_backend_agrees_on_a_gpu(case):
     check(LayerNorm, "triton", case, oracle)
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_large_mean_is_subtracted_to_the_last_digit(platform):
+    """A mean in float32 is off by more than the deviation of a row that is nearly constant."""
+    call = through(LayerNorm, platform)
+    assert not call(jnp.full((2, 128), 3333.3), None, None, None).any()
+    x = 1e4 + jax.random.normal(jax.random.key(0), (4, 128))
+    got = call(x, None, None, None)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(got, oracle(jnp.asarray(x, "float64"), None, None, None), atol=2e-6)
+
+
 def test_rows_may_be_sharded():
     check_inside_shard_map(LayerNorm, "triton", case("sharded", 8, 16), (P("d"), P(), P()), P("d"))
 
