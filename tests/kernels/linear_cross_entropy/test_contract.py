@@ -1,6 +1,7 @@
 """The linear cross entropy against float64, and in how much memory it runs."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -317,7 +318,8 @@ NUMBERS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 2.0, "igno
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
     x, weights, labels, _ = inputs()
-    run = lambda number: linear_cross_entropy(x, weights, labels, **({"ignore_index": -100} | {name: number}))
+    given: dict[str, Any] = {"ignore_index": -100}
+    run = lambda number: linear_cross_entropy(x, weights, labels, **given | {name: number})
     want = run(NUMBERS[name])
     for number in (np.asarray(NUMBERS[name])[()], jnp.asarray(NUMBERS[name])):
         np.testing.assert_allclose(run(number), want, rtol=1e-6)
