@@ -17,6 +17,7 @@ _HOMES = {
     "cli.operations": ("OperationError",),
     "kernels.flash_attention.arguments": ("AttentionArgumentError",),
     "kernels.flash_attention.reference": ("ReferenceTooLargeError",),
+    "kernels.linear_cross_entropy.params": ("ChunkSizeError",),
     "modules.grouped_matmul": ("GroupedMatmulArgumentError",),
     "modules.linear_cross_entropy": ("LossArgumentError",),
     "modules.norms": ("NormArgumentError",),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -15,11 +16,11 @@ from ejkernel.errors import EjkernelError
 from ejkernel.kernels.linear_cross_entropy import xla
 from ejkernel.kernels.linear_cross_entropy.params import ChunkParams
 from ejkernel.kernels.linear_cross_entropy.reference import plain
+from ejkernel.modules import static
 from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
-from ejkernel.ops.utils import arguments
 
 Array = jax.Array
 Reduction = Literal["mean", "sum", "none"]
@@ -35,7 +36,7 @@ class LinearCrossEntropyConfig:
 
 
 class LossStatistics(NamedTuple):
-    """What is known of each row beside its loss; no gradient flows through it.
+    """What is known of each row beside its loss, also of one that does not count; no gradient flows through it.
 
     Attributes:
       log_sum_exp: Of its logits, float32.
@@ -89,16 +90,19 @@ class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any],
         _check_shapes(x, weights, labels, bias)
         if reduction not in get_args(Reduction):
             raise LossArgumentError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}.")
-        label_smoothing, z_loss = _number("label_smoothing", label_smoothing), _number("z_loss", z_loss)
+        known = partial(static.number, error=LossArgumentError)
+        label_smoothing, z_loss = known("label_smoothing", label_smoothing), known("z_loss", z_loss)
         if not 0.0 <= label_smoothing < 1.0:
             raise LossArgumentError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}.")
-        if logits_soft_cap is not None and not (logits_soft_cap := _number("logits_soft_cap", logits_soft_cap)) > 0.0:
-            raise LossArgumentError(f"logits_soft_cap must be above 0, or None for no cap, got {logits_soft_cap}.")
+        if logits_soft_cap is not None and not 0.0 < known("logits_soft_cap", logits_soft_cap) < math.inf:
+            raise LossArgumentError(
+                f"logits_soft_cap must be above 0 and finite, or None for no cap, got {logits_soft_cap}."
+            )
         kwargs = {
             "ignore_index": _index(ignore_index),
             "label_smoothing": label_smoothing,
             "z_loss": z_loss,
-            "logits_soft_cap": logits_soft_cap,
+            "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
             "reduction": reduction,
             "axis_name": axis_name,
             "batch_axis_name": batch_axis_name,
@@ -126,25 +130,6 @@ class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any],
         return plain(*args, **kwargs)
 
 
-def _number(name: str, x: Any) -> float:
-    """`x` as a number of Python's."""
-    if (found := arguments.known_number(x)) is None:
-        given = repr(x) if isinstance(x, str) else type(x).__name__
-        raise LossArgumentError(f"{name} must be a Python number, known while tracing, got {given}.")
-    return found
-
-
-def _index(x: Any) -> int | None:
-    """`ignore_index` as an integer of Python's."""
-    try:
-        return None if x is None else operator.index(x)
-    except TypeError as error:  # JAX's, for a tracer, too.
-        given = repr(x) if isinstance(x, (str, float)) else type(x).__name__
-        raise LossArgumentError(
-            f"ignore_index must be a Python integer, known while tracing, or None, got {given}."
-        ) from error
-
-
 def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
     for name, a in (("x", x), ("weights", weights), ("labels", labels)):
         if not hasattr(a, "shape") or not hasattr(a, "dtype"):
@@ -157,6 +142,8 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
             f"weights must be [columns of x, vocabulary], got {weights.shape} for x of shape {x.shape}. "
             "Transpose weights that are [vocabulary, columns]."
         )
+    if 0 in weights.shape:
+        raise LossArgumentError(f"weights must not be empty, got shape {weights.shape}.")
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise LossArgumentError(
             f"labels must be integers of shape {x.shape[:-1]}, one per row of x, "
@@ -164,6 +151,10 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
         )
     if bias is not None and bias.shape != weights.shape[1:]:
         raise LossArgumentError(f"bias must have shape {weights.shape[1:]}, got {bias.shape}.")
+
+
+def _index(ignore_index: Any) -> int | None:
+    return None if ignore_index is None else static.integer("ignore_index", ignore_index, LossArgumentError)
 
 
 _kernel = LinearCrossEntropy()
@@ -191,7 +182,7 @@ def linear_cross_entropy(
 ) -> Any:
     """The cross entropy of `x @ weights + bias` and integer labels; logits are in memory a chunk at a time.
 
-    Sums are in float32, and the loss is float32.
+    Sums are in float32, and the loss is float32; with float64 in x or weights, both are float64.
 
     Args:
       x: [..., columns], of a floating dtype.
@@ -217,15 +208,13 @@ def linear_cross_entropy(
     Returns:
       The loss, or a pair of it and the statistics.
     """
-    given = {
-        "label_smoothing": _number("label_smoothing", label_smoothing) or None,
-        "z_loss": _number("z_loss", z_loss) or None,
-        "logits_soft_cap": None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap),
-        "axis_name": axis_name,
-        "batch_axis_name": batch_axis_name,
-    }
-    kwargs = {name: value for name, value in given.items() if value is not None}
-    kwargs |= {"ignore_index": _index(ignore_index), "reduction": reduction} | ({"stats": True} if return_stats else {})
+    numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "logits_soft_cap": logits_soft_cap}
+    numbers = {name: static.number(name, x, LossArgumentError) for name, x in numbers.items() if x is not None}
+    names = {"axis_name": axis_name, "batch_axis_name": batch_axis_name}
+    kwargs: dict[str, Any] = {"ignore_index": _index(ignore_index)}
+    kwargs |= {name: x for name, x in numbers.items() if x or name == "logits_soft_cap"}
+    kwargs |= {name: x for name, x in names.items() if x is not None}
+    kwargs |= {"reduction": reduction} | ({"stats": True} if return_stats else {})
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     out = _kernel.call((x, weights, labels, bias), kwargs, **shared)
     if not return_stats:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
+from ejkernel.modules import static
 from ejkernel.ops.core.backend import Backend
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import RowOperation
@@ -47,11 +49,8 @@ def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
 
 
 def number(where: str, name: str, x: Any) -> float:
-    """`x` as a number of Python's."""
-    if (found := arguments.known_number(x)) is None:
-        given = repr(x) if isinstance(x, str) else type(x).__name__
-        raise NormArgumentError(f"{name} must be a Python number, known while tracing, got {given}.", where)
-    return found
+    """A number that is known while tracing."""
+    return static.number(name, x, partial(NormArgumentError, where=where))
 
 
 def over_axis(
@@ -63,12 +62,37 @@ def over_axis(
         raise NormArgumentError(f"x must be an array, got {type(x).__name__}.", kernel.op_id)
     if x.ndim == 0:
         raise NormArgumentError("x must have at least one axis, got a scalar.", kernel.op_id)
-    if not isinstance(axis, (int, np.integer)):
-        raise NormArgumentError(f"axis must be one integer, got {axis!r}.", kernel.op_id)
-    if not -x.ndim <= axis < x.ndim:
+    if not -x.ndim <= (axis := static.integer("axis", axis, partial(NormArgumentError, where=kernel.op_id))) < x.ndim:
         raise NormArgumentError(f"axis must be in [{-x.ndim}, {x.ndim}), got {axis}.", kernel.op_id)
-    if axis % x.ndim == x.ndim - 1:
+    axis %= x.ndim
+    if shared["mesh"] is not None:
+        shared |= _moved_specs(kernel.op_id, axis, x.ndim, len(per_column), shared)
+    if axis == x.ndim - 1:
         return kernel.call((x, *per_column, residual), kwargs, **shared)
     x, residual = (None if a is None else jnp.moveaxis(a, axis, -1) for a in (x, residual))
     out = kernel.call((x, *per_column, residual), kwargs, **shared)
     return jax.tree.map(lambda a: jnp.moveaxis(a, -1, axis), out)
+
+
+def _moved_specs(where: str, axis: int, ndim: int, per_column: int, shared: dict[str, Any]) -> dict[str, Any]:
+    """The specs of a call whose axis becomes the last: those of x, the residual and results; others have one axis."""
+    ins, outs = shared["in_specs"], shared["out_specs"]
+    if isinstance(ins, PartitionSpec):
+        ins = (ins,) * (per_column + 2)
+    if isinstance(ins, (tuple, list)):
+        ins = tuple(_moved(where, s, axis, ndim) if i in (0, per_column + 1) else s for i, s in enumerate(ins))
+    is_spec = lambda s: isinstance(s, PartitionSpec)
+    return {"in_specs": ins, "out_specs": jax.tree.map(lambda s: _moved(where, s, axis, ndim), outs, is_leaf=is_spec)}
+
+
+def _moved(where: str, spec: Any, axis: int, ndim: int) -> Any:
+    if not isinstance(spec, PartitionSpec):
+        return spec
+    entries = [*spec, *(None,) * (ndim - len(spec))]
+    if entries[axis] is not None:
+        raise NormArgumentError(
+            f"in_specs and out_specs must leave the axis that is normalised, {axis}, whole, got {spec}: "
+            "each device would normalise its part. Without mesh, the compiler splits it.",
+            where,
+        )
+    return PartitionSpec(*entries[:axis], *entries[axis + 1 :], None)

@@ -64,7 +64,7 @@ def rms_norm(
 
     Args:
       x: [..., columns], of a floating dtype.
-      scale: [columns]; None is ones.
+      scale: [columns]; None is no factor, also with scale_offset.
       residual: Added to x first; of the shape of x.
       epsilon: Added to the mean square.
       scale_offset: Added to scale: 1.0 for models that store the scale minus one.

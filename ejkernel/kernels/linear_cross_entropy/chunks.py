@@ -54,7 +54,7 @@ class Chunks:
 
 def over_columns(body: Callable[[Any, int, Array], Array], width: int, columns: int | None, carry: Array) -> Array:
     """Runs `body(first, columns, carry)` for chunks of columns; the last one is what is left."""
-    columns = min(columns or width, width)
+    columns = width if columns is None else min(columns, width)
     carry = lax.fori_loop(0, width // columns, lambda i, c: body(i * columns, columns, c), carry)
     left = width % columns
     return body(width - left, left, carry) if left else carry

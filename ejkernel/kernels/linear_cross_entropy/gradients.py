@@ -43,7 +43,7 @@ class Problem(NamedTuple):
     @property
     def wide(self) -> Any:
         """The dtype of sums."""
-        return jnp.promote_types(self.x.dtype, jnp.float32)
+        return jnp.promote_types(self.stored, jnp.float32)
 
     @property
     def stored(self) -> Any:

@@ -12,10 +12,12 @@ sum at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.errors import EjkernelError
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.fingerprint import device_kind
 
@@ -37,6 +39,15 @@ class ChunkParams:
     rows: int
     columns: int | None = None
     loss_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        sizes = (self.rows, self.loss_rows, *(() if self.columns is None else (self.columns,)))
+        if not all(isinstance(n, Integral) and n > 0 for n in sizes):
+            raise ChunkSizeError(f"ChunkParams: sizes must be integers above 0, columns also None, got {self}.")
+
+
+class ChunkSizeError(EjkernelError, ValueError):
+    """A chunk cannot have so many rows or columns."""
 
 
 def kept_dtype(weights: Any) -> Any:

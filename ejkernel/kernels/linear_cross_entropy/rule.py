@@ -123,15 +123,18 @@ class Rule:
             loss -= self.label_smoothing / vocabulary * parts[2]
         if self.z_loss:
             loss += self.z_loss * lse * lse
-        known = (labels >= 0) & (labels < vocabulary)
+        known = _known(labels, vocabulary)
         loss = jnp.where(self.counts(labels), jnp.where(known, loss, jnp.nan), 0.0)
         return Rows(loss, lse, known & (parts[1] >= top))
 
     # --- Labels ---
 
     def counts(self, labels: Array) -> Array:
-        """Whether a row counts."""
-        return jnp.ones(labels.shape, bool) if self.ignore_index is None else labels != self.ignore_index
+        """Whether a row counts; all do if labels are of a dtype that does not have `ignore_index`."""
+        dtype = jnp.iinfo(labels.dtype)
+        if self.ignore_index is None or not dtype.min <= self.ignore_index <= dtype.max:
+            return jnp.ones(labels.shape, bool)
+        return labels != self.ignore_index
 
     def count(self, labels: Array) -> Array:
         """How many rows count; 1 if none does, whose mean is then 0."""
@@ -139,7 +142,7 @@ class Rule:
 
     def counted(self, factor: Array, labels: Array, raw: Array) -> Array:
         """The factor of each row: 0 where it does not count, nan where its label is not in the vocabulary."""
-        known = (labels >= 0) & (labels < self.vocabulary(raw))
+        known = _known(labels, self.vocabulary(raw))
         return jnp.where(self.counts(labels), jnp.where(known, factor, jnp.nan), 0.0)
 
     def _local(self, labels: Array, width: int) -> tuple[Array, Array]:
@@ -182,6 +185,11 @@ class Rule:
 def _finite(x: Array) -> Array:
     """Minus infinity in all logits of a row would give nan in place of a sum of zero."""
     return jnp.where(jnp.isfinite(x), x, 0.0)
+
+
+def _known(labels: Array, vocabulary: int) -> Array:
+    """Whether labels are in the vocabulary; its size may be more than a label of few bits can be compared with."""
+    return (labels >= 0) & (labels <= min(vocabulary - 1, jnp.iinfo(labels.dtype).max))
 
 
 def _names(axis: Any) -> tuple[Any, ...]:

@@ -38,8 +38,11 @@ def forward(
         return run(x, weights, labels, bias, params=params, reduction=reduction, stats=stats, **kind), None
     call = _problem(x, weights, labels, bias, kind)
     each = 1 / call.rule.count(labels) if reduction == "mean" else 1.0
-    call = call._replace(factor=jnp.full(call.labels.shape, each, call.wide))
+    # Of many rows, a probability's part of the mean is less than any float16, and no cotangent brings it back.
+    late = call.stored == jnp.float16
+    call = call._replace(factor=jnp.full(call.labels.shape, 1.0 if late else each, call.wide))
     rows, grads = gradients(call, params or _guess(call))
+    grads = jax.tree.map(lambda g: g * each, grads) if late else grads
     return call.rule.outputs(rows, labels, reduction, stats), grads
 
 

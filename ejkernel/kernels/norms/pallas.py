@@ -76,8 +76,11 @@ def forward(
             total = _wide(refs["total"])
         if center:
             mean = jnp.mean(total, axis=1, keepdims=True)
-            refs["mean"][...] = mean
             total -= mean
+            # What rounding left of the mean, which may be more than the deviation.
+            rest = jnp.mean(total, axis=1, keepdims=True)
+            total -= rest
+            refs["mean"][...] = mean + rest
         rstd = lax.rsqrt(jnp.mean(total * total, axis=1, keepdims=True) + epsilon)
         out = total * rstd * _weights(refs, scale_offset)
         refs["out"][...] = (out + _wide(refs["offset"]) if "offset" in refs else out).astype(x.dtype)

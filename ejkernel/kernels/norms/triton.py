@@ -61,8 +61,11 @@ def forward(
                 block.store(refs["total"], total)
             if center:
                 mean = jnp.sum(total, axis=1, keepdims=True) / shape[1]
-                block.store(refs["mean"], mean[:, 0], "rows")
                 total = block.inside(total - mean)
+                # What rounding left of the mean, which may be more than the deviation.
+                rest = jnp.sum(total, axis=1, keepdims=True) / shape[1]
+                total = block.inside(total - rest)
+                block.store(refs["mean"], (mean + rest)[:, 0], "rows")
             rstd = jax.lax.rsqrt(jnp.sum(total * total, axis=1, keepdims=True) / shape[1] + epsilon)
             out = total * rstd * _weights(block, refs, scale_offset)
             block.store(refs["out"], out + block.load(refs["offset"], "columns")[None, :] if "offset" in refs else out)

@@ -38,14 +38,6 @@ def is_array(x: Any) -> bool:
     return isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__")
 
 
-def known_number(x: Any) -> float | None:
-    """`x` as a number of Python's; None if it is none, or is traced."""
-    if isinstance(x, (int, float, np.number)):
-        return float(x)
-    known = isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) and x.ndim == 0
-    return float(x) if known else None
-
-
 def readable(x: Any) -> np.ndarray | None:
     """The values of an array, if they are known and on the host: no call waits for an accelerator to check them."""
     if isinstance(x, np.ndarray):

@@ -2,13 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.rows import RowParams
 from ejkernel.modules import LayerNorm, layer_norm
 from ejkernel.modules.norms import NormArgumentError
-from tests.kernels.contract import OperationCase, check, check_inside_shard_map
+from tests.kernels.contract import (
+    LIMITS,
+    OperationCase,
+    assert_close,
+    check,
+    check_inside_shard_map,
+    outputs,
+    through,
+)
 
 PLATFORMS = ["xla", "triton", "pallas"]
 
@@ -54,11 +63,30 @@ def test_backend_agrees_with_float64_or_refuses(case, platform):
     check(LayerNorm, platform, case, oracle, **params)
 
 
+def test_float64_is_computed_in_float64():
+    """With a scale, an offset and a residual too."""
+    with jax.enable_x64(True):
+        args, _ = case("float64", 4, 37, residual=True, dtype="float64").arrays()
+        got, want = (outputs(fn, args, {}) for fn in (through(LayerNorm, "xla"), oracle))
+        assert_close({name: np.asarray(x) for name, x in got.items()}, want, LIMITS["float64"])
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_on_a_gpu(case):
     check(LayerNorm, "triton", case, oracle)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_large_mean_is_subtracted_to_the_last_digit(platform):
+    """A mean in float32 is off by more than the deviation of a row that is nearly constant."""
+    call = through(LayerNorm, platform)
+    assert not call(jnp.full((2, 128), 3333.3), None, None, None).any()
+    x = 1e4 + jax.random.normal(jax.random.key(0), (4, 128))
+    got = call(x, None, None, None)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(got, oracle(jnp.asarray(x, "float64"), None, None, None), atol=2e-6)
 
 
 def test_rows_may_be_sharded():

@@ -1,6 +1,7 @@
 """The linear cross entropy against float64, and in how much memory it runs."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.linear_cross_entropy.params import ChunkParams
+from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError
 from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
 from ejkernel.modules.linear_cross_entropy import LossArgumentError
 from tests.kernels.contract import OperationCase, check
@@ -85,6 +86,21 @@ def test_loss_and_gradients_agree_with_float64(case, chunks, platform):
 def test_loss_and_gradients_agree_on_a_gpu(case, platform):
     params = CHUNKS["in turn"]
     check(LinearCrossEntropy, platform, case, oracle, fwd_params=params, bwd_params=params)
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_sums_have_the_wider_dtype_of_x_and_weights(narrow, chunk):
+    with jax.enable_x64(True):
+        args = [np.asarray(a, "float64") for a in inputs()[:2]]
+        args[narrow] = args[narrow].astype("float32")
+        labels, cfg = jnp.arange(24), LinearCrossEntropyConfig(ChunkParams(rows=chunk, columns=5, loss_rows=chunk))
+        run = lambda x, w: linear_cross_entropy(x, w, labels, cfg=cfg)
+        loss, grads = jax.value_and_grad(run, (0, 1))(*args)
+        want = jax.value_and_grad(lambda x, w: oracle(x, w, labels, None), (0, 1))(*args)
+        assert [g.dtype for g in grads] == [a.dtype for a in args]
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), (loss, grads), want)
+        np.testing.assert_allclose([loss, run(*args)], want[0], rtol=1e-12)
 
 
 # --- Several devices ---
@@ -181,11 +197,31 @@ def test_a_label_outside_of_the_vocabulary_is_nan_and_not_a_number(label):
     assert jnp.isnan(jax.grad(linear_cross_entropy)(x, weights, labels)[3]).all()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_labels_may_have_few_bits(dtype):
+    """A vocabulary or an ignore_index that the dtype cannot hold must not wrap around to a label that it can."""
+    x, weights = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(6, 8), (8, 300)]))
+    labels = np.array([0, 43, 44, 45, 100, 127 if dtype == "int8" else 156])
+    run = lambda labels: jax.value_and_grad(linear_cross_entropy)(x, weights, labels, ignore_index=-100)
+    got, want = (run(labels.astype(d)) for d in (dtype, "int32"))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, want)
+
+
 def test_large_logits_neither_overflow_nor_vanish():
     x, weights, labels, bias = inputs()
     big = linear_cross_entropy(x * 1e4, weights, labels, bias=bias - 3e4, ignore_index=-100)
     want = oracle(x * 1e4, weights, labels, bias - 3e4, ignore_index=-100)
     np.testing.assert_allclose(big, want, rtol=1e-5)
+
+
+def test_gradients_of_a_mean_in_float16_do_not_vanish_with_many_rows():
+    """Those of most logits are below the least float16, but what is asked for is scaled by the cotangent."""
+    rng, rows, vocabulary = np.random.default_rng(0), 4096, 8192
+    x, weights = rng.normal(size=(rows, 4)).astype("float16"), np.zeros((4, vocabulary), "float16")
+    cfg = LinearCrossEntropyConfig(ChunkParams(rows=256))
+    loss = lambda w: 2.0**12 * linear_cross_entropy(x, w, np.zeros(rows, "int32"), cfg=cfg)
+    want = 2.0**12 * x.astype("float64").mean(axis=0) / vocabulary  # Of a column that is no label.
+    np.testing.assert_allclose(jax.grad(loss)(weights)[:, 1], want, rtol=1e-2)
 
 
 @pytest.mark.full
@@ -257,10 +293,12 @@ def oracle_of_four(x, weights, labels):
         ({}, {"reduction": "avg"}, "reduction must be one of mean, sum, none"),
         ({}, {"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1"),
         ({}, {"logits_soft_cap": -1.0}, "linear_cross_entropy: logits_soft_cap must be above 0"),
-        ({}, {"logits_soft_cap": 0.0}, "logits_soft_cap must be above 0, or None for no cap, got 0.0"),
-        ({}, {"z_loss": "1e-4"}, "z_loss must be a Python number, known while tracing, got '1e-4'"),
-        ({}, {"ignore_index": "-100"}, "ignore_index must be a Python integer, known while tracing, or None"),
-        ({}, {"ignore_index": -100.0}, r"ignore_index must be a Python integer, .* got -100\.0"),
+        ({}, {"logits_soft_cap": 0.0}, "logits_soft_cap must be above 0"),
+        ({}, {"logits_soft_cap": jnp.inf}, "logits_soft_cap must be above 0 and finite"),
+        ({}, {"z_loss": "1e-4"}, "z_loss must be a number, known while tracing, got '1e-4'"),
+        ({}, {"ignore_index": "-100"}, "ignore_index must be an integer, known while tracing, got '-100'"),
+        ({}, {"ignore_index": 1.5}, "ignore_index must be an integer, known while tracing, got 1.5"),
+        ({"weights": jnp.zeros((8, 0))}, {}, r"weights must not be empty, got shape \(8, 0\)"),
         ({"labels": None}, {}, "labels must be an array, got NoneType"),
         ({"labels": [1] * 24}, {}, "labels must be an array, got list"),
     ],
@@ -272,9 +310,22 @@ def test_wrong_arguments_are_named(change, kwargs, words):
         linear_cross_entropy(**given, **kwargs)
 
 
-def test_what_must_be_known_while_tracing_is_named():
+@pytest.mark.parametrize("sizes", [{"rows": 0}, {"rows": 2.5}, {"rows": 2, "columns": -5}, {"rows": 2, "loss_rows": 0}])
+def test_sizes_of_chunks_are_above_zero(sizes):
+    with pytest.raises(ChunkSizeError, match="sizes must be integers above 0"):
+        ChunkParams(**sizes)
+
+
+NUMBERS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 2.0, "ignore_index": -100}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
     x, weights, labels, _ = inputs()
-    for name, value in (("ignore_index", -100), ("z_loss", 1e-4)):
-        call = jax.jit(lambda given, name=name: linear_cross_entropy(x, weights, labels, **{name: given}))
-        with pytest.raises(LossArgumentError, match=f"{name} must be a Python .*, known while tracing"):
-            call(value)
+    given: dict[str, Any] = {"ignore_index": -100}
+    run = lambda number: linear_cross_entropy(x, weights, labels, **given | {name: number})
+    want = run(NUMBERS[name])
+    for number in (np.asarray(NUMBERS[name])[()], jnp.asarray(NUMBERS[name])):
+        np.testing.assert_allclose(run(number), want, rtol=1e-6)
+    with pytest.raises(LossArgumentError, match=rf"{name} must be .*, known while tracing, got a traced \w+\[\]"):
+        jax.jit(run)(NUMBERS[name])

@@ -107,11 +107,36 @@ def test_any_axis_can_be_normalised(axis):
     assert jnp.allclose(rms_norm(x, axis=axis), want, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("axis", "spec"), [(1, P("d")), (1, P(None, None, "d")), (0, P(None, "d")), (-1, P(None, "d"))]
+)
+def test_specs_of_a_mesh_are_those_of_the_arguments_for_any_axis(axis, spec):
+    x, residual = jax.random.normal(jax.random.key(0), (2, 4, 8, 12))
+    scale = jnp.arange(1.0, 1 + x.shape[axis])
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (spec, P(), spec), "out_specs": (spec, spec)}
+    got = rms_norm(x, scale, residual=residual, axis=axis, mesh=mesh, **specs)
+    assert all(map(jnp.allclose, got, rms_norm(x, scale, residual=residual, axis=axis)))
+    with pytest.raises(NormArgumentError, match="must leave the axis that is normalised"):
+        rms_norm(x, axis=axis, mesh=mesh, in_specs=P(*(None,) * (axis % 3), "d"), out_specs=P())
+
+
 def test_vmap_and_jit_agree_with_the_plain_call():
     x, scale = jax.random.normal(jax.random.key(0), (3, 4, 8)), jnp.arange(8.0)
     want = rms_norm(x, scale)
     assert jnp.allclose(jax.vmap(lambda x: rms_norm(x, scale))(x), want)
     assert jnp.allclose(jax.jit(rms_norm)(x, scale), want)
+
+
+@pytest.mark.parametrize("name", ["epsilon", "scale_offset"])
+def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
+    x, scale, value = jnp.ones((2, 8)), jnp.arange(8.0), jnp.finfo(jnp.bfloat16).eps
+    run = lambda number: rms_norm(x, scale, **{name: number})
+    want = run(float(value))
+    for number in (value, np.float64(value), jnp.float32(value)):
+        assert jnp.array_equal(run(number), want)
+    with pytest.raises(NormArgumentError, match=rf"{name} must be a number, known while tracing, got a traced"):
+        jax.jit(run)(0.5)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +146,13 @@ def test_vmap_and_jit_agree_with_the_plain_call():
         ((jnp.zeros((2, 4)),), {"residual": jnp.zeros((2, 3))}, "residual must have the shape of x"),
         ((jnp.zeros((2, 4), int),), {}, "x must be of a floating dtype"),
         ((jnp.zeros((2, 4)),), {"axis": 2}, "axis must be in"),
-        ((jnp.zeros((2, 4)),), {"axis": (0, 1)}, r"axis must be one integer, got \(0, 1\)"),
+        ((jnp.zeros((2, 4)),), {"axis": (0, 1)}, r"axis must be an integer, known while tracing, got \(0, 1\)"),
         ((jnp.zeros(()),), {}, "x must have at least one axis"),
         ((None,), {}, "rms_norm: x must be an array, got NoneType"),
         ((jnp.zeros((2, 4)), [1.0] * 4), {}, "scale must be an array or None, got list"),
-        ((jnp.zeros((2, 4)),), {"epsilon": "1e-6"}, "epsilon must be a Python number, known while tracing, got '1e-6'"),
-        ((jnp.zeros((2, 4)),), {"epsilon": None}, "epsilon must be a Python number"),
-        ((jnp.zeros((2, 4)), jnp.zeros(4)), {"scale_offset": jnp.ones(4)}, "scale_offset must be a Python number"),
+        ((jnp.zeros((2, 4)),), {"epsilon": "1e-6"}, "epsilon must be a number, known while tracing, got '1e-6'"),
+        ((jnp.zeros((2, 4)),), {"epsilon": None}, "epsilon must be a number"),
+        ((jnp.zeros((2, 4)), jnp.zeros(4)), {"scale_offset": jnp.ones(4)}, "scale_offset must be a number"),
     ],
 )
 def test_wrong_arguments_are_named(args, kwargs, words):

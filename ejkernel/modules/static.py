@@ -1,0 +1,33 @@
+"""Numbers that are part of the compiled program: their values must be known while it is traced."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ejkernel.errors import EjkernelError
+
+
+def number(name: str, x: Any, error: Callable[[str], EjkernelError]) -> float:
+    """As Python's, also of NumPy's and JAX's: these count as arrays, whose values tracing hides."""
+    is_array = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
+    if isinstance(x, (int, float)) or (is_array and x.ndim == 0):
+        return float(x)
+    raise error(f"{name} must be a number, known while tracing, got {_described(x)}.")
+
+
+def integer(name: str, x: Any, error: Callable[[str], EjkernelError]) -> int:
+    """As `number`, for integers."""
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise error(f"{name} must be an integer, known while tracing, got {_described(x)}.") from None
+
+
+def _described(x: Any) -> str:
+    return f"a traced {x.dtype}{list(x.shape)}" if isinstance(x, Tracer) else repr(x)
