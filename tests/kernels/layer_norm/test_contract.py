@@ -103,7 +103,7 @@ def test_another_axis_can_be_normalised():
     [
         ((jnp.zeros((2, 4)), None, jnp.zeros(3)), {}, r"offset must have shape \(4,\), got \(3,\)"),
         ((jnp.zeros((2, 4)),), {"axis": -3}, "layer_norm: axis must be in"),
-        ((jnp.zeros((2, 4)),), {"epsilon": "1e-6"}, "layer_norm: epsilon must be a Python number"),
+        ((jnp.zeros((2, 4)),), {"epsilon": "1e-6"}, "layer_norm: epsilon must be a number"),
     ],
 )
 def test_wrong_arguments_are_named(args, kwargs, words):
