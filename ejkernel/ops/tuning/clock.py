@@ -90,9 +90,12 @@ class Ranking:
 def order(found: Sequence[Ranked], clock: Clock) -> Ranking:
     """The candidates by their bundles, the guess first among equals; without a schedule in the order given.
 
-    A program without kernels of ours has no schedule to read, so it comes after those that have one.
+    A program without kernels of ours has no schedule to read, so it comes after those that have one. If the guess is
+    such a program, nothing says that another one is faster: then there is no schedule to rank by.
     """
     good = [each for each in found if each.reason is None]
+    if any(each.is_guess and each.bundles is None for each in good):
+        clock = "order"
     if clock == "schedule":
         good.sort(key=lambda each: (each.bundles is None, each.bundles or 0.0, not each.is_guess))
     return Ranking(clock=clock, candidates=(*good, *(each for each in found if each.reason is not None)))

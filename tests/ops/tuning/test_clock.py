@@ -47,6 +47,12 @@ def test_without_a_schedule_the_order_stays_and_says_so():
     assert "no schedule" in ranking.statistics()["note"]
 
 
+def test_a_guess_without_a_schedule_is_not_replaced_by_a_kernel_that_has_one():
+    ranking = clock.order([ranked(1, guess=True), ranked(2, 200.0)], "schedule")
+    assert ranking.cfg == Scale(1)
+    assert ranking.clock == "order"
+
+
 def schedule_of(loop, iterations, bodies):
     return KernelSchedule(name="k", total=loop + 10, loop=loop, iterations=iterations, bodies=bodies)
 
