@@ -15,7 +15,7 @@ _HOMES = {
     "cli.arguments": ("ArgumentTextError",),
     "cli.jax_start": ("BackendStartError",),
     "cli.operations": ("OperationError",),
-    "kernels.flash_attention.arguments": ("AttentionArgumentError",),
+    "kernels.flash_attention.checks": ("AttentionArgumentError",),
     "kernels.flash_attention.reference": ("ReferenceTooLargeError",),
     "kernels.linear_cross_entropy.params": ("ChunkSizeError",),
     "modules.grouped_matmul": ("GroupedMatmulArgumentError",),

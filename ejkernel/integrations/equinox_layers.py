@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.modules.dot_product_attention import attend
 from ejkernel.modules.hidden_rows import Sight
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, broadcast_hint
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, broadcast_hint
 from ejkernel.kernels.flash_attention.jax_nn import jax_attention
 from ejkernel.modules.flash_attention import flash_attention, with_log_sum
 from ejkernel.modules.hidden_rows import HIDDEN, Sight, with_means

@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from ejkernel.kernels.flash_attention import masks, reference, rule, xla
 from ejkernel.kernels.flash_attention.arguments import (
     Attention,
-    AttentionArgumentError,
-    Causal,
     Rules,
     canonical,
     keywords_of,
 )
+from ejkernel.kernels.flash_attention.bands import Causal
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend

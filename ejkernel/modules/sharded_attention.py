@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, canonical
+from ejkernel.kernels.flash_attention.arguments import canonical
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.ops.execution.sharding import shard_mapped
 
 Array = jax.Array

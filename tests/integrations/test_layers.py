@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from ejkernel.integrations import equinox_attention, flax_attention
-from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.modules import (
     dot_product_attention,
     flash_attention,

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.flash_attention import reference
-from ejkernel.kernels.flash_attention.arguments import AttentionArgumentError, canonical
+from ejkernel.kernels.flash_attention.arguments import canonical
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import (

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
-from ejkernel.kernels.flash_attention.arguments import Attention, AttentionArgumentError, Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.kernels.flash_attention.jax_nn import jax_attention
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.fingerprint import compute_capability, is_here
