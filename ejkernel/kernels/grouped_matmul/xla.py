@@ -111,16 +111,17 @@ def forward(
     def group(g, out):
         cut = _Cut.of(cfg, lhs.shape[0], room.rows, starts[g], ends[g])
 
-        def rest(row, size, inside, out):
+        def rest(row, size, inside, out, weights=None):
             part = _slice(lhs, (row, 0), (size, k))
             part = jnp.where(inside[:, None], part, jnp.zeros_like(part))
 
             def columns(g, column, out):
                 old = lax.dynamic_slice(out, (row, column), (size, room.columns))
-                new = jnp.where(inside[:, None], product(part, weights_of(g, column)), old)
-                return lax.dynamic_update_slice(out, new, (row, column))
+                new = product(part, weights_of(g, column) if weights is None else weights)
+                return lax.dynamic_update_slice(out, jnp.where(inside[:, None], new, old), (row, column))
 
-            return room.over_columns(cut.start < cut.end, g, columns, out)
+            # With parts of the columns inside, the rows are sliced once.
+            return columns(g, 0, out) if room.is_whole else room.over_columns(cut.start < cut.end, g, columns, out)
 
         def columns(g, column, out):
             weights = weights_of(g, column)
@@ -129,8 +130,11 @@ def forward(
                 part = _slice(lhs, (row, 0), (size, k))
                 return lax.dynamic_update_slice(out, product(part, weights), (row, column))
 
+            out = cut.over_rest(partial(rest, weights=weights), out) if room.is_whole else out
             return cut.over_whole(whole, out)
 
+        if room.is_whole:
+            return room.over_columns(cut.start < cut.end, g, columns, out)
         return room.over_columns(cut.count > 0, g, columns, cut.over_rest(rest, out))
 
     return _floats(lax.fori_loop(0, rhs.shape[0], group, out)[:rows], out_dtype)
@@ -239,9 +243,14 @@ class _Room:
         each = -(-n // -(-n // fit))  # As equal as can be.
         return cls(rows=most, columns=min(-(-each // _ALIGNED) * _ALIGNED, n), n=n)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all columns fit."""
+        return self.columns is self.n or self.columns == self.n
+
     def over_columns(self, some: Array, g: Array, body: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
         """Loops over parts of a group's columns if it has `some` rows; `body` gets the group and the first column."""
-        count = 1 if self.columns is self.n else -(-self.n // self.columns)
+        count = 1 if self.is_whole else -(-self.n // self.columns)
 
         def part(i, carry):
             # The last part may overlap the one before it. That `i // count` is zero is not known to XLA, which would
