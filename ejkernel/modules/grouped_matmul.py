@@ -173,7 +173,7 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
 
     def reference(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, existing_out: Any, **kwargs: Any) -> Array:
         """Pieces of rows by XLA, at the highest precision."""
-        local = local_groups(sizes, offset, rhs.shape[0])
+        local = local_groups(sizes, offset, rhs.shape[0], lhs.shape[0])
         out: Any = exact.product(lhs, rhs, local.sizes, local.first_row, kwargs["transpose_rhs"], kwargs["out_dtype"])
         return out if existing_out is None else jnp.where(_inside(lhs, rhs, sizes, offset)[:, None], out, existing_out)
 
@@ -219,12 +219,12 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
 
     def reference(self, lhs: Array, dout: Array, sizes: Array, offset: Any, **kwargs: Any) -> Array:
         """Pieces of rows by XLA, at the highest precision."""
-        local = local_groups(sizes, offset, kwargs["groups"])
+        local = local_groups(sizes, offset, kwargs["groups"], lhs.shape[0])
         return exact.contraction(lhs, dout, local.sizes, local.first_row, kwargs["out_dtype"])
 
 
 def _inside(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> Array:
-    local = local_groups(sizes, offset, rhs.shape[0])
+    local = local_groups(sizes, offset, rhs.shape[0], lhs.shape[0])
     return covered(local.sizes, lhs.shape[0], local.first_row)
 
 
@@ -276,15 +276,26 @@ def _check_groups(where: str, sizes: Any, offset: Any, groups: int) -> None:
         )
 
 
-def _check_values(sizes: Any, rows: Any) -> None:
-    """Refuses sizes that are known and invalid; on an accelerator they are not read, because the call would wait."""
-    if not isinstance(rows, int) or (known := arguments.readable(sizes)) is None:
-        return
-    if known.size and np.issubdtype(known.dtype, np.integer) and (known.min() < 0 or known.sum(dtype=np.int64) > rows):
+def _check_values(sizes: Any, offset: Any, lhs: Any) -> None:
+    """Refuses sizes and offsets that are known and invalid."""
+    known = _known(sizes) if np.ndim(sizes) == 1 and np.ndim(lhs) == 2 else None
+    rows = np.shape(lhs)[0] if known is not None else None
+    if known is not None and known.size and isinstance(rows, int) and (known.min() < 0 or known.sum() > rows):
         raise GroupedMatmulArgumentError(
             f"group_sizes must be 0 or more and add up to {rows} rows at most, got a least size of {known.min()} and a "
-            f"sum of {known.sum(dtype=np.int64)}."
+            f"sum of {known.sum()}."
         )
+    first = _known(offset) if offset is not None and np.size(offset) == 1 else None
+    if first is not None and not 0 <= first.item() <= np.size(sizes):
+        raise GroupedMatmulArgumentError(
+            f"group_offset must be from 0 to {np.size(sizes)}, the number of groups, got {first.item()}."
+        )
+
+
+def _known(x: Any) -> np.ndarray | None:
+    """Integers as int64, if they can be read; on an accelerator they are not, because the call would wait."""
+    known = np.asarray(x) if isinstance(x, (int, np.integer)) else arguments.readable(x)
+    return known.astype(np.int64) if known is not None and np.issubdtype(known.dtype, np.integer) else None
 
 
 # --- The functions ---
@@ -333,22 +344,18 @@ def grouped_matmul(
       GroupedMatmulArgumentError: Arguments do not fit each other. The values of sizes on an accelerator are not read:
         negative ones count as 0, and rows past the last one are ignored.
     """
-    lhs, rhs, group_sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
-    for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
+    args = (lhs, rhs, group_sizes, group_offset, existing_out)
+    args = tuple(jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in args)
+    for name, x in zip(("lhs", "rhs", "group_sizes"), args, strict=False):
         if not hasattr(x, "shape"):
             raise GroupedMatmulArgumentError(f"{name} must be an array, got {type(x).__name__}.")
-    _check_values(group_sizes, lhs.shape[0] if getattr(lhs, "ndim", 0) == 2 else None)
-    if isinstance(group_offset, (int, np.integer)) and not 0 <= group_offset <= np.size(group_sizes):
-        raise GroupedMatmulArgumentError(
-            f"group_offset must be from 0 to {np.size(group_sizes)}, the number of groups, got {group_offset}."
-        )
+    _check_values(args[2], args[3], args[0])
     # Only arguments that differ from their default: the lookup of an eager call is faster with few arguments.
     kwargs: dict[str, Any] = {"transpose_rhs": True} if transpose_rhs else {}
     if precision is not None:
         kwargs["precision"] = _precision(precision)
     if preferred_element_type is not None:
         kwargs["preferred_element_type"] = _dtype_name(preferred_element_type)
-    args = (lhs, rhs, group_sizes, group_offset, existing_out)
     return _kernel.call(args, kwargs, cfg=cfg, platform=platform, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 

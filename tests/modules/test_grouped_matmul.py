@@ -261,6 +261,25 @@ def test_impossible_sizes_inside_of_a_program_are_cut():
     assert close(call(LHS, RHS, jnp.array([30, -4, 5])), grouped_matmul(LHS, RHS, jnp.array([30, 0, 5])))
 
 
+def test_sizes_whose_sum_overflows_are_cut():
+    call = jax.jit(grouped_matmul)
+    most = jnp.iinfo(jnp.int32).max
+    assert close(call(LHS, RHS, jnp.array([3, most, most])), grouped_matmul(LHS, RHS, jnp.array([3, 37, 0])))
+
+
+@pytest.mark.parametrize("offset", [-9, -5, -2, -1, 3, 9])
+def test_an_offset_inside_of_a_program_may_be_outside_of_the_groups(offset):
+    existing = jnp.ones((40, 16))
+    got = jax.jit(grouped_matmul)(LHS, RHS, SIZES, jnp.int32(offset), existing)
+    assert close(got, oracle(LHS, RHS, SIZES, offset, existing))
+
+
+def test_float8_is_summed_in_float32():
+    lhs, rhs = LHS.astype("float8_e4m3fn"), RHS.astype("float8_e4m3fn")
+    want = grouped_matmul(lhs.astype("float32"), rhs.astype("float32"), SIZES).astype("float8_e4m3fn")
+    assert jnp.array_equal(grouped_matmul(lhs, rhs, SIZES), want)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -275,7 +294,12 @@ def test_impossible_sizes_inside_of_a_program_are_cut():
         ({"group_sizes": SIZES.astype(float)}, "must be integers"),
         ({"group_sizes": [30, 20, 40]}, "add up to 40 rows at most, got a least size of 20 and a sum of 90"),
         ({"group_sizes": np.array([3, -1, 4])}, "a least size of -1"),
+        ({"lhs": LHS[None]}, r"lhs must be \[rows, k\]"),
+        ({"group_sizes": jnp.stack([SIZES, SIZES])}, "must be integers"),
         ({"group_offset": -1}, "group_offset must be from 0 to 3"),
+        ({"group_offset": np.array([-1])}, "group_offset must be from 0 to 3"),
+        ({"group_offset": jnp.array([4])}, "group_offset must be from 0 to 3"),
+        ({"group_offset": [7]}, "group_offset must be from 0 to 3"),
         ({"group_offset": 1.5}, "group_offset must be one integer"),
         ({"group_offset": jnp.arange(2)}, "group_offset must be one integer"),
         ({"existing_out": jnp.zeros((40, 8))}, r"existing_out must be float32\[40, 16\]"),

@@ -77,7 +77,7 @@ class _Product(_Functions):
 
     def run(self, lhs: Array, rhs: Array, sizes: Array, offset: Any, *, params: Any, **options: Any) -> Array:
         """Rows of the local groups times their weights, zeros elsewhere."""
-        local = local_groups(sizes, offset, rhs.shape[0])
+        local = local_groups(sizes, offset, rhs.shape[0], lhs.shape[0])
         return self._kernels.forward(lhs, rhs, local.sizes, first_row=local.first_row, cfg=params, **options)
 
 
@@ -93,7 +93,7 @@ class _Contraction(_Functions):
         self, lhs: Array, dout: Array, sizes: Array, offset: Any, *, params: Any, groups: int, **options: Any
     ) -> Array:
         """For each local group its rows of lhs, transposed, times its rows of dout."""
-        local = local_groups(sizes, offset, groups)
+        local = local_groups(sizes, offset, groups, lhs.shape[0])
         return self._kernels.drhs(lhs, dout, local.sizes, first_row=local.first_row, cfg=params, **options)
 
 

@@ -24,16 +24,20 @@ class Local:
     first_row: Array | None
 
 
-def local_groups(group_sizes: Array, group_offset: Array | int | None, count: int) -> Local:
-    """The `count` groups from `group_offset` on; `group_sizes` covers all of them. Negative sizes count as 0."""
-    sizes = jnp.maximum(jnp.asarray(group_sizes, jnp.int32), 0)
+def local_groups(group_sizes: Array, group_offset: Array | int | None, count: int, rows: int) -> Local:
+    """The `count` groups from `group_offset` on; `group_sizes` covers all of them.
+
+    Negative sizes count as 0, and those above `rows` as `rows`, so that sums do not overflow.
+    """
+    sizes = jnp.clip(jnp.asarray(group_sizes, jnp.int32), 0, rows)
     if group_offset is None:
         return Local(sizes, None)
     offset = jnp.asarray(group_offset, jnp.int32).reshape(())
     before = jnp.where(jnp.arange(sizes.shape[0]) < offset, sizes, 0).sum(dtype=jnp.int32)
-    # Padded, because a slice past the end would begin earlier; groups that do not exist have no rows.
-    padded = jnp.pad(sizes, (0, count))
-    return Local(lax.dynamic_slice(padded, (offset,), (count,)), before)
+    # Padded on both sides: groups that do not exist have no rows, and a slice past an end would begin elsewhere.
+    padded = jnp.pad(sizes, (count, count))
+    first = jnp.clip(offset, -count, sizes.shape[0]) + count
+    return Local(lax.dynamic_slice(padded, (first,), (count,)), before)
 
 
 def bounds(group_sizes: Array, rows: int, first_row: Array | None = None) -> tuple[Array, Array]:

@@ -21,6 +21,8 @@ from ejkernel.kernels.grouped_matmul.groups import bounds
 from ejkernel.kernels.manual_axes import axes_of, vary
 
 Array = jax.Array
+_LEAST_BYTES = 1 << 20  # Of temporary memory: small calls are not cut into smaller ones to save it.
+_LEAST_ROWS, _ALIGNED = 4, 16  # Of a piece: its rows, and what its columns are a multiple of.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +47,9 @@ class XlaConfig:
             return f"rows, least_rows and steps must be powers of two, the second no larger than the first, got {given}"
         return None
 
-    def sizes(self, rows: Any) -> list[int]:
-        """Sizes of pieces that fit into an array of `rows` rows, smallest first."""
-        top = max(min(self.rows, rows), 1) if isinstance(rows, int) else self.rows
+    def sizes(self, most: int) -> list[int]:
+        """Sizes of pieces, smallest first, if the largest may have `most` rows."""
+        top = min(self.rows, most)
         sizes, size = [], self.least_rows
         while size < top:
             sizes.append(size)
@@ -63,7 +65,15 @@ def unsupported(dims: Dimensions) -> str | None:
 
 def space(dims: Dimensions) -> list[XlaConfig]:
     """Configs for a product, the guess first."""
-    sizes = [XlaConfig(), XlaConfig(rows=256), XlaConfig(rows=1024), XlaConfig(rows=128), XlaConfig(least_rows=64)]
+    few = [XlaConfig(least_rows=8, steps=2)] if isinstance(dims.rows, int) and dims.rows <= 16 * dims.groups else []
+    sizes = [
+        *few,
+        XlaConfig(),
+        XlaConfig(rows=256),
+        XlaConfig(rows=1024),
+        XlaConfig(rows=128),
+        XlaConfig(least_rows=64),
+    ]
     return [*sizes, XlaConfig(least_rows=16), XlaConfig(least_rows=8), XlaConfig(steps=2)]
 
 
@@ -79,35 +89,53 @@ def forward(
     cfg: XlaConfig | None = None,
 ) -> Array:
     """Returns `[M, N]`: rows of a group times its weights, zeros in rows of no group."""
-    rows = lhs.shape[0]
-    n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    (rows, k), n = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     out_dtype = jnp.dtype(jnp.result_type(lhs, rhs) if out_dtype is None else out_dtype)
-    if rhs.shape[0] == 0 or _is_zero(rows):
+    if rhs.shape[0] == 0 or 0 in (rows, n):
         return jnp.zeros((rows, n), out_dtype)
     starts, ends = bounds(group_sizes, rows, first_row)
+    room = _Room.of(cfg, rows, k, n, jax.ShapeDtypeStruct((rows, n), out_dtype), (lhs.dtype, rhs.dtype))
     lhs = _padded(lhs, cfg)
     out = vary(_bits(jnp.zeros((lhs.shape[0], n), out_dtype)), axes_of((lhs, rhs, starts)))
     contract = ((1,), (1 if transpose_rhs else 0,))
-    lhs_bits, rhs_bits = _bits(lhs), _bits(rhs)
+    shape = (1, room.columns, k) if transpose_rhs else (1, k, room.columns)
+
+    def weights_of(g, column):
+        at = (g, column, 0) if transpose_rhs else (g, 0, column)
+        return _floats(_slice(rhs, at, shape)[0], rhs.dtype)
+
+    def product(part, weights):
+        dots = lax.dot_general(_floats(part, lhs.dtype), weights, (contract, ((), ())), precision, _wide(out_dtype))
+        return _bits(dots.astype(out_dtype))
 
     def group(g, out):
-        weights = _floats(lax.dynamic_index_in_dim(rhs_bits, g, keepdims=False), rhs.dtype)
+        cut = _Cut.of(cfg, lhs.shape[0], room.rows, starts[g], ends[g])
 
-        def product(part):
-            dots = lax.dot_general(_floats(part, lhs.dtype), weights, (contract, ((), ())), precision, _wide(out_dtype))
-            return _bits(dots.astype(out_dtype))
+        def rest(row, size, inside, out, weights=None):
+            part = _slice(lhs, (row, 0), (size, k))
+            part = jnp.where(inside[:, None], part, jnp.zeros_like(part))
 
-        def whole(row, size, out):
-            part = lax.dynamic_slice_in_dim(lhs_bits, row, size)
-            return lax.dynamic_update_slice_in_dim(out, product(part), row, 0)
+            def columns(g, column, out):
+                old = lax.dynamic_slice(out, (row, column), (size, room.columns))
+                new = product(part, weights_of(g, column) if weights is None else weights)
+                return lax.dynamic_update_slice(out, jnp.where(inside[:, None], new, old), (row, column))
 
-        def rest(row, size, inside, out):
-            part, old = (lax.dynamic_slice_in_dim(x, row, size) for x in (lhs_bits, out))
-            new = product(jnp.where(inside[:, None], part, jnp.zeros_like(part)))
-            return lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], new, old), row, 0)
+            # With parts of the columns inside, the rows are sliced once.
+            return columns(g, 0, out) if room.is_whole else room.over_columns(cut.start < cut.end, g, columns, out)
 
-        cut = _Cut.of(cfg, lhs.shape[0], starts[g], ends[g])
-        return cut.over_whole(whole, cut.over_rest(rest, out))
+        def columns(g, column, out):
+            weights = weights_of(g, column)
+
+            def whole(row, size, out):
+                part = _slice(lhs, (row, 0), (size, k))
+                return lax.dynamic_update_slice(out, product(part, weights), (row, column))
+
+            out = cut.over_rest(partial(rest, weights=weights), out) if room.is_whole else out
+            return cut.over_whole(whole, out)
+
+        if room.is_whole:
+            return room.over_columns(cut.start < cut.end, g, columns, out)
+        return room.over_columns(cut.count > 0, g, columns, cut.over_rest(rest, out))
 
     return _floats(lax.fori_loop(0, rhs.shape[0], group, out)[:rows], out_dtype)
 
@@ -126,39 +154,51 @@ def drhs(
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
     out_dtype = jnp.dtype(jnp.result_type(lhs, dout) if out_dtype is None else out_dtype)
     out = jnp.zeros((groups, k, n), out_dtype)
-    if groups == 0 or _is_zero(rows):
+    if 0 in (groups, rows, n):
         return out
     starts, ends = bounds(group_sizes, rows, first_row)
-    operands = tuple(_padded(x, cfg) for x in (lhs, dout))
-    axes = axes_of((*operands, starts))
+    room = _Room.of(cfg, rows, k, n, out, (lhs.dtype, dout.dtype))
+    lhs, dout = (_padded(x, cfg) for x in (lhs, dout))
+    axes = axes_of((lhs, dout, starts))
     wide = _wide(out_dtype)
-    bits = tuple(map(_bits, operands))
 
     def product(a, b):
         a, b = _floats(a, lhs.dtype), _floats(b, dout.dtype)
         return lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision, wide)
 
-    def whole(row, size, total):
-        return total + product(*(lax.dynamic_slice_in_dim(x, row, size) for x in bits))
+    def columns(g, column, out):
+        def parts(row, size):
+            return _slice(lhs, (row, 0), (size, k)), _slice(dout, (row, column), (size, room.columns))
 
-    def rest(row, size, inside, _):
-        # Both operands: values outside the group need not be finite.
-        parts = (lax.dynamic_slice_in_dim(x, row, size) for x in bits)
-        return product(*(jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts))
+        def whole(row, size, total):
+            return total + product(*parts(row, size))
+
+        def rest(row, size, inside, _):
+            # Both operands: values outside the group need not be finite.
+            return product(*(jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts(row, size)))
+
+        cut = _Cut.of(cfg, lhs.shape[0], room.rows, starts[g], ends[g])
+        # The rest first: it replaces the zeros, and a group without large pieces needs no sum.
+        total = cut.over_whole(whole, cut.over_rest(rest, vary(jnp.zeros((k, room.columns), wide), axes)))
+        return lax.dynamic_update_slice(out, _bits(total.astype(out_dtype))[None], (g, 0, column))
 
     def group(g, out):
-        cut = _Cut.of(cfg, bits[0].shape[0], starts[g], ends[g])
-        # The rest first: it replaces the zeros, and a group without large pieces needs no sum.
-        total = cut.over_whole(whole, cut.over_rest(rest, vary(jnp.zeros((k, n), wide), axes)))
-        return lax.dynamic_update_index_in_dim(out, _bits(total.astype(out_dtype)), g, 0)
+        return room.over_columns(starts[g] < ends[g], g, columns, out)
 
     return _floats(lax.fori_loop(0, groups, group, vary(_bits(out), axes)), out_dtype)
 
 
+def _slice(x: Array, start: tuple[Any, ...], sizes: tuple[Any, ...]) -> Array:
+    """The `_bits` of a slice of `x`."""
+    if x.dtype == jnp.bfloat16:
+        # Otherwise XLA would make all of `x` integers, ahead of the loop that the slice is in.
+        x, start = lax.optimization_barrier((x, start))
+    return lax.dynamic_slice(_bits(x), start, sizes)
+
+
 def _bits(x: Array) -> Array:
-    """Floats of 16 bits as integers: for a slice of bfloat16, XLA's CPU compiler makes the whole array float32."""
-    is_half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-    return lax.bitcast_convert_type(x, jnp.uint16) if is_half else x
+    """Bfloat16 as integers: for a slice of it, XLA's CPU compiler makes the whole array float32."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def _floats(x: Array, dtype: Any) -> Array:
@@ -166,13 +206,58 @@ def _floats(x: Array, dtype: Any) -> Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def _is_zero(rows: Any) -> bool:
-    return isinstance(rows, int) and rows == 0
-
-
 def _padded(x: Array, cfg: XlaConfig | None) -> Array:
     """`x` with rows enough for the largest piece, if it is not known how many there are."""
     return x if isinstance(x.shape[0], int) else jnp.pad(x, ((0, (cfg or XlaConfig()).rows), (0, 0)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Room:
+    """How much of a group is computed at once: temporary memory is at most four times the result, or 1 MiB.
+
+    Attributes:
+      rows: Of the largest piece.
+      columns: Columns of the weights, of `n`.
+      n: All columns.
+    """
+
+    rows: int
+    columns: Any
+    n: Any
+
+    @classmethod
+    def of(cls, cfg: XlaConfig | None, rows: Any, k: Any, n: Any, out: Any, dtypes: Any) -> _Room:
+        """For operands of these dtypes; `out` is the result, of two axes or three."""
+        most = min(x for x in ((cfg or XlaConfig()).rows, rows) if isinstance(x, int))
+        if not all(isinstance(x, int) for x in (rows, k, n, *out.shape)):
+            return cls(rows=most, columns=n, n=n)
+        wide = max(4, *(d.itemsize for d in dtypes))
+        narrow = lambda d: d.itemsize if d.itemsize < 4 else 0  # Beside what it is converted to.
+        # Bytes for each element of [k, columns] and of [rows, columns]; a part of lhs is there with and without a mask.
+        by_k, by_rows = (wide, wide + narrow(out.dtype)) if out.ndim == 2 else (2 * wide + narrow(out.dtype), 2 * wide)
+        by_part = 2 * wide + narrow(dtypes[0])
+        copies = 3 if out.dtype == jnp.bfloat16 else 4  # One is its bits.
+        room = max(copies * out.size * out.dtype.itemsize, _LEAST_BYTES) * 15 // 16
+        most = min(most, max(room // (4 * max(k, 1) * by_part), _LEAST_ROWS))
+        fit = max((room - most * k * by_part) // max(k * by_k + most * by_rows, 1) // _ALIGNED, 1) * _ALIGNED
+        each = -(-n // -(-n // fit))  # As equal as can be.
+        return cls(rows=most, columns=min(-(-each // _ALIGNED) * _ALIGNED, n), n=n)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all columns fit."""
+        return self.columns is self.n or self.columns == self.n
+
+    def over_columns(self, some: Array, g: Array, body: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
+        """Loops over parts of a group's columns if it has `some` rows; `body` gets the group and the first column."""
+        count = 1 if self.is_whole else -(-self.n // self.columns)
+
+        def part(i, carry):
+            # The last part may overlap the one before it. That `i // count` is zero is not known to XLA, which would
+            # otherwise copy the weights of a group that has no rows.
+            return body(g + i // count, jnp.minimum(i * self.columns, self.n - self.columns), carry)
+
+        return lax.fori_loop(0, jnp.where(some, count, 0), part, carry)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,8 +279,8 @@ class _Cut:
     count: Array
 
     @classmethod
-    def of(cls, cfg: XlaConfig | None, rows: Any, start: Array, end: Array) -> _Cut:
-        sizes = (cfg or XlaConfig()).sizes(rows)
+    def of(cls, cfg: XlaConfig | None, rows: Any, most: int, start: Array, end: Array) -> _Cut:
+        sizes = (cfg or XlaConfig()).sizes(most)
         count = jnp.maximum(end - start, 0) // sizes[-1]
         count = jnp.zeros_like(count) if cls._one_piece(sizes, rows) else count
         return cls(sizes=sizes, rows=rows, start=start, end=end, count=count)
@@ -231,4 +316,4 @@ class _Cut:
 
 def _wide(dtype: Any) -> Any:
     """The dtype in which products are summed."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype

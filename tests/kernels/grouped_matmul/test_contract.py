@@ -108,6 +108,27 @@ def test_memory_of_xla_does_not_grow_with_the_groups():
     assert used.temp_size_in_bytes <= 4 * count * k * n * 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 8, 64, 512, 4096])
+def test_memory_of_xla_is_four_results_or_a_mebibyte(rows, dtype):
+    k, n, count = 256, 1024, 16
+    lhs, rhs, dout = (jax.ShapeDtypeStruct(s, dtype) for s in ((rows, k), (count, k, n), (rows, n)))
+    cfg = xla.XlaConfig(least_rows=128, steps=1)  # Few sizes: each is code to compile.
+    calls = [(xla.forward, lhs, rhs), (functools.partial(xla.forward, transpose_rhs=True), dout, rhs)]
+    for fn, *operands in [*calls, (xla.drhs, lhs, dout)]:
+        call = jax.jit(functools.partial(fn, cfg=cfg)).lower(*operands, jax.ShapeDtypeStruct((count,), jnp.int32))
+        out = call.out_info
+        used = call.compile().memory_analysis().temp_size_in_bytes
+        assert used <= max(4 * out.size * out.dtype.itemsize, 1 << 20)
+
+
+def test_xla_is_right_if_weights_are_taken_in_parts():
+    rows, sizes = 40, [3, 0, 20, 1, 9]
+    given, whole = arrays(rows, 1000, 1100, 5, sizes)
+    got = passes(xla, given, jnp.array(sizes, jnp.int32), jnp.int32(5), cfg=xla.XlaConfig(rows=8, least_rows=4))
+    assert all(relative(a, b) < 2e-6 for a, b in zip(got, expected(whole, sizes, 5), strict=True))
+
+
 @pytest.mark.parametrize("rows", [7, 32, 64])
 @pytest.mark.parametrize("which", ["forward", "drhs"])
 def test_xla_computes_a_piece_only_if_a_group_has_one_of_its_size(which, rows):
