@@ -50,7 +50,7 @@ def answer(job: Job, kernels: Kernels) -> dict[str, Any]:
         found["sources"] = _sources(kernel)
         if job["source"] not in (None, *found["sources"]):
             return found
-        with contextlib.nullcontext() if found["here"] else _away(job):
+        with _without_places(), contextlib.nullcontext() if found["here"] else _away(job):
             lowered = [_lower(job, *program) for program in _programs(job, kernel)]
         compiled = job["wanted"] == "compiled"
         found["texts"] = [x.compile().as_text() if compiled else x.as_text() for x in lowered]
@@ -240,6 +240,18 @@ class _Device:
 
     def memory_stats(self) -> dict[str, Any]:
         return {}
+
+
+@contextlib.contextmanager
+def _without_places() -> Iterator[None]:
+    """Inside, JAX writes no files and lines into programs: a Pallas kernel holds them where no text shows them."""
+    name = "jax_traceback_in_locations_limit"
+    before = jax.config.values[name]
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @contextlib.contextmanager

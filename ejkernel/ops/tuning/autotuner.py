@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +19,17 @@ from ejkernel.ops.store.persistent import PersistentCache
 from ejkernel.ops.tuning.bench import Bench
 from ejkernel.ops.tuning.history import History
 from ejkernel.ops.tuning.isolated import IsolatedBench, open_bench
+from ejkernel.ops.tuning.keywords import written_keywords
 from ejkernel.ops.tuning.outcome import Tuning
 from ejkernel.ops.tuning.problem import Outline, Problem, materialise, outline
 from ejkernel.ops.tuning.session import Effort, Session
 from ejkernel.ops.tuning.session import TuningError as TuningError
 from ejkernel.ops.tuning.timers import Timer
 from ejkernel.ops.tuning.workers import run_outside
-from ejkernel.ops.utils.fingerprint import qualified_name, require_here
+from ejkernel.ops.utils.fingerprint import require_here
 from ejkernel.ops.utils.records import ConfigMismatchError
 
 Isolation = Literal["thread", "process"]
-_LONGEST = 60
 
 
 class TunerSettingError(EjkernelError, ValueError):
@@ -157,7 +155,7 @@ class Autotuner:
         aim = " ".join(["cold"] * self.cold + [f"cases {', '.join(self.cases)}"] * bool(self.cases))
         history = History(store, inv.key, source_of(kernel), aim=aim, limits=limits)
         stored = None if store is None else _stored(store, inv, kernel)
-        keywords = {name: _as_text(value) for name, value in kernel.describe_keywords(inv).items()}
+        keywords = written_keywords(inv, kernel)
         tuning = Session(self.effort(), what, new_bench, history, stop, seeds, stored).run()
         return replace(tuning, keywords=keywords)
 
@@ -181,14 +179,6 @@ class Autotuner:
             progress=self.progress,
             seed=self.seed,
         )
-
-
-def _as_text(value: Any) -> str:
-    """A keyword's value as its caller writes it: without addresses, and at most one line."""
-    if hasattr(value, "__qualname__"):
-        return qualified_name(value)
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(value) if isinstance(value, enum.Enum) else repr(value))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _stored(store: PersistentCache, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:

@@ -25,6 +25,7 @@ from ejkernel.ops.config.asking import candidates, heuristic, on_its_platform
 from ejkernel.ops.core.kernel import Invocation, Kernel
 from ejkernel.ops.tuning import compiling
 from ejkernel.ops.tuning.compiling import Report
+from ejkernel.ops.tuning.keywords import written_keywords
 from ejkernel.ops.tuning.schedule import dump_flags
 from ejkernel.ops.tuning.search.space import Space
 from ejkernel.ops.tuning.workers.process import JobError, ProcessWorker
@@ -66,6 +67,8 @@ class Ranking:
 
     clock: Clock
     candidates: tuple[Ranked, ...] = field(default=())
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    """The static keywords of the call, each as text."""
 
     @property
     def cfg(self) -> Any:
@@ -84,7 +87,7 @@ class Ranking:
             row |= {} if each.report is None else {"temp_bytes": each.report.temp_bytes}
             rows.append(row | ({} if each.reason is None else {"reason": each.reason}))
         note = {} if self.clock == "schedule" else {"note": "no schedule: the guess's order, without what spills"}
-        return {"clock": self.clock, **note, "candidates": rows}
+        return {"clock": self.clock, **note, "keywords": dict(self.keywords), "candidates": rows}
 
 
 def order(found: Sequence[Ranked], clock: Clock) -> Ranking:
@@ -157,7 +160,7 @@ class Compilers:
                 f"{inv.op_id}: none of {len(found)} configs compiles for {self._target.name}; the guess: "
                 f"{found[0].reason}"
             )
-        return ranking
+        return replace(ranking, keywords=written_keywords(inv, kernel))
 
     def _listed(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], guess: Any) -> list[Any]:
         """The guess, then the other candidates that a compiler can say something about: kernels of ours."""
