@@ -1,6 +1,7 @@
 """Entries of kernels that changed in their source: taken over where the program is the same, left alone elsewhere."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -234,3 +235,56 @@ def test_names_places_and_notes_are_no_part_of_a_program():
     assert all(a != b for a, b in zip(one, same, strict=True))
     for a, b, c in zip(one, same, other, strict=True):
         assert program_text(a) == program_text(b) != program_text(c)
+
+
+PALLAS = """
+import dataclasses
+import importlib.util
+from jax.experimental import pallas as pl
+from ejkernel.ops import Kernel
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    factor: float = 2.0
+    platform: str = "pallas"
+
+def multiply(x_ref, o_ref, *, factor):
+    o_ref[...] = x_ref[...] * factor
+
+class Scaled(Kernel):
+    def __init__(self):
+        super().__init__("tests.scaled")
+
+    def run_pallas(self, x, *, cfg):
+        import functools
+        return pl.pallas_call(functools.partial(multiply, factor=cfg.factor), out_shape=x)(x)
+
+    def heuristic_cfg(self, inv):
+        return Times()
+"""
+
+
+def test_where_a_pallas_kernel_is_written_is_no_part_of_its_program(tmp_path):
+    def text(name, source, factor):
+        (tmp_path / f"{name}.py").write_text(source)
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        kernel = module.Scaled()
+        inv = Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((8, 128), jnp.float32),), kwargs={})
+        job = {
+            "device": "tpu-v6e", "device_name": "TPU v6 lite", "op_id": kernel.op_id, "call_key": inv.call_key,
+            "signature": inv.signature, "keywords": {}, "wanted": "lowered", "source": None,
+            "cfg": {"type": f"{name}:Times", "value": {"factor": factor, "platform": "pallas"}},
+        }  # fmt: skip
+        found = lowered_entries.answer(job, {kernel.op_id: kernel})
+        assert "error" not in found
+        assert "tpu_custom_call" in found["texts"][0]
+        return [program_text(text) for text in found["texts"]]
+
+    limit = jax.config.values["jax_traceback_in_locations_limit"]
+    one, moved = text("one", PALLAS, 2.0), text("moved", "\n" * 9 + PALLAS, 2.0)
+    assert one == moved
+    assert one != text("other", PALLAS, 3.0)
+    assert jax.config.values["jax_traceback_in_locations_limit"] == limit
