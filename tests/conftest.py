@@ -26,6 +26,9 @@ _KEEP_COMPILED = {
 if not [*Path("/dev").glob("nvidia*"), *Path("/dev").glob("accel*")]:
     os.environ.update({name: os.environ.get(name, value) for name, value in _KEEP_COMPILED.items()})
 
+# Tracing makes many objects and few circles, and looking for those in a heap that grows with every test takes long.
+gc.set_threshold(100_000, 20, 100)
+
 # A busy machine makes no property false, and neither does the first example that compiles something.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
