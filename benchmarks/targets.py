@@ -98,7 +98,7 @@ out: JAX asks the GPU itself whether it can be used.
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/2026-11-17-targets.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/2026-11-18-targets.md")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
         "--first", action="store_true", help="only the first workload of each operation, without XLA's own"
