@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.kernels.flash_attention import xla_blocks
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import BwdParams, ConfigSelectorChain, Executor, FwdParams, PersistentCache
 from ejkernel.ops.core.backward import BackwardKernel
@@ -75,7 +76,8 @@ def test_every_call_of_then_has_the_key_that_it_had_and_finds_its_config(cache):
         assert found.signature == json.loads(json.dumps(inv.signature))
 
 
-def test_calls_are_served_what_was_stored_and_not_their_guess(cache):
+def test_calls_are_served_what_was_stored_and_not_their_guess(cache, monkeypatch):
+    monkeypatch.setattr(xla_blocks, "guess", lambda call: (64, 32))  # Today's is what was stored.
     executor = Executor(ConfigSelectorChain(persistent=cache))
     assert executor.choose_config(Moved(), jnp.ones(4096), power=3) == Split(1) != Moved().heuristic_cfg(power(Moved)())
     query = jnp.ones((1, 256, 2, 8))
