@@ -20,6 +20,8 @@ from tests.targets import plan
 
 ROOT = Path(__file__).parents[1]
 NONE = "-"
+EACH = 30
+"""Cases that one process compiles."""
 MARKS = ("<!-- table -->", "<!-- /table -->")
 
 
@@ -110,13 +112,15 @@ def main():
     if options.first:
         first = lambda case: next(iter(plan.workloads(case.op_id, plan.kind_of(TARGETS[case.target]))))
         chosen = [case for case in chosen if case.workload == first(case) and case.platform != "xla"]
-    # Compilers keep what they compiled: a process for every 30 cases bounds the memory.
     spawn = multiprocessing.get_context("spawn")
     results = []
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, spawn, max_tasks_per_child=30) as pool:
-        for number, result in enumerate(pool.map(attempt, chosen), 1):
-            print(f"{number} of {len(chosen)}: {result[0]}", flush=True)
-            results.append(result)
+    # Compilers keep what they compiled: new processes now and then bound the memory. Not by `max_tasks_per_child`, with
+    # which a pool may wait for ever for a process that it has ended (Python 3.12, python/cpython#115634).
+    for first in range(0, len(chosen), EACH * options.jobs):
+        with concurrent.futures.ProcessPoolExecutor(options.jobs, spawn) as pool:
+            for result in pool.map(attempt, chosen[first : first + EACH * options.jobs]):
+                results.append(result)
+                print(f"{len(results)} of {len(chosen)}: {result[0]}", flush=True)
     rows = rows_of(results)
     if options.only:
         print(table(rows))
