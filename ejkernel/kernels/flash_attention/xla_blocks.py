@@ -10,8 +10,10 @@ TILE_SCORES = 1 << 20
 """Scores of one tile over all heads that a CPU's caches still hold, or nearly."""
 SPARSE_TILE_SCORES = 1 << 15
 """The same for calls whose arrays leave out tiles: of large ones less is left out."""
-FEW_QUERIES, FEW_KEYS = 16, 512
-"""Up to so many there is one tile for all keys."""
+ONE_TILE_SCORES = 1 << 22
+"""With fewer there is one tile for all: large steps are spread over all cores, which those of a loop are not."""
+FEW_KEYS = 512
+"""Up to so many, a tile has all keys."""
 
 
 def default_blocks(
@@ -19,15 +21,17 @@ def default_blocks(
 ) -> tuple[int, int]:
     """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together.
 
+    A call of few scores is one tile, and one of few keys has all of them in a tile: nothing is rescaled or padded.
     `sparse` calls have arrays that leave out tiles, `banded` ones a causal mask or a window: of large tiles less is
-    left out. Others have all keys in a tile if keys or queries are few: then nothing is rescaled or padded.
+    left out.
     """
     heads, most = known(heads), SPARSE_TILE_SCORES if sparse else TILE_SCORES
     q_len, kv_len, rows, cols = max(q_len, 1), max(kv_len, 1), 512, 256
-    if q_len <= FEW_QUERIES and heads * q_len * kv_len <= most:
+    if heads * q_len * kv_len < ONE_TILE_SCORES and not sparse:
         return q_len, kv_len
     if banded:
-        rows, cols = (max(128, min(block, length // 64 * 16)) for block, length in ((rows, q_len), (cols, kv_len)))
+        most //= 2
+        rows, cols = (max(128, min(block, length // 32 * 16)) for block, length in ((rows, q_len), (cols, kv_len)))
     elif kv_len <= FEW_KEYS and not sparse:
         return fitted(max(64, most // (heads * kv_len) // 16 * 16), q_len), kv_len
     while heads * rows * cols > most and rows > 64:
