@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from ejkernel.kernels.flash_attention import xla, xla_blocks
 from ejkernel.kernels.flash_attention.arguments import canonical
+from ejkernel.modules import FlashAttention
+from tests.kernels import contract
+from tests.kernels.flash_attention.cases import Case, assert_close, attend, normal, truth
 
 LENGTHS = st.integers(0, 5000)
 
@@ -54,3 +57,9 @@ def test_short_calls_have_no_loop_and_no_padding(name):
     text = jax.jit(both).lower(q, k).as_text()
     assert "stablehlo.while" not in text
     assert "stablehlo.pad" not in text
+
+
+@pytest.mark.parametrize("make", [{"softmax_aux": normal("h")}, {"bias": normal("h", "q", "k")}], ids=["sinks", "bias"])
+def test_one_tile_has_what_is_added_to_its_scores(make):
+    args, kwargs = Case("one tile", q_len=9, kv_len=13, make=make).arrays()
+    assert_close(attend(contract.through(FlashAttention, "xla"), args, kwargs), truth(args, kwargs), 2e-5)
