@@ -81,7 +81,7 @@ def _forward_rows(tiles: Tiles, i: Array) -> tuple[Array, masks.LogSum]:
         alpha = jnp.exp(m - shift)
         l = l * alpha + p.sum(axis=-1)
         p = tiles.dropped(p, i, j)
-        o = o * alpha[..., None] + tiles.product("bkgqs,bksd->bkgqd", p, tiles.kv_block(tiles.v, j))
+        o = o * alpha[..., None] + tiles.products.weighted(p, tiles.kv_block(tiles.v, j))
         return o, m_new, l
 
     o, m, l = _softmax(tiles, q, i) if tiles.is_plain else tiles.over_keys(i, step, tiles.start(q))
@@ -97,7 +97,7 @@ def _softmax(tiles: Tiles, q: Array, i: Array) -> tuple[Array, Array, Array]:
     s = tiles.scores(q, i, first, masked=False)[0]
     m = s.max(axis=-1)
     p = jnp.exp(s - m[..., None])
-    weighted = tiles.product("bkgqs,bksd->bkgqd", tiles.dropped(p, i, first), tiles.kv_block(tiles.v, first))
+    weighted = tiles.products.weighted(tiles.dropped(p, i, first), tiles.kv_block(tiles.v, first))
     return weighted, m, p.sum(axis=-1)
 
 
@@ -160,14 +160,14 @@ def _backward_columns(tiles: Tiles, saved: tuple[Array, Array, Array], carry: An
         s, slope = tiles.scores(q, i, j, masked)
         s = s if masked else tiles.without_padding(s, j)
         p = jnp.exp(s - lse[..., None])
-        dv = dv + tiles.product("bkgqs,bkgqd->bksd", tiles.dropped(p, i, j), dout)
-        dp = tiles.dropped(tiles.product("bkgqd,bksd->bkgqs", dout, v), i, j)
+        dv = dv + tiles.products.onto_keys(tiles.dropped(p, i, j), dout)
+        dp = tiles.dropped(tiles.products.scores(dout, v), i, j)
         ds = p * (dp - delta[..., None])
         if dbias is not None:
             dbias = tiles.add_to_bias(dbias, ds, i, j)
         ds = ds * slope
-        dk = dk + tiles.product("bkgqs,bkgqd->bksd", ds, q) * rules.scale
-        dq = tiles.product("bkgqs,bksd->bkgqd", ds, k) * rules.scale
+        dk = dk + tiles.products.onto_keys(ds, q) * rules.scale
+        dq = tiles.products.weighted(ds, k) * rules.scale
         return tiles.add_to_rows(dq_all, dq, i), dbias, dk, dv
 
     state = *carry, tiles.zeros(k.shape), tiles.zeros(v.shape)

@@ -16,6 +16,16 @@ FEW_KEYS = 512
 """Up to so many, a tile has all keys."""
 
 
+FOLDED_ROWS = 128
+"""Queries times heads, up to which all heads are multiplied at once (see `xla_products`)."""
+
+
+def folds(call: Attention) -> bool:
+    """Whether queries are so few that all heads are multiplied at once, in one tile."""
+    (_, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
+    return q_len * heads <= FOLDED_ROWS and 16 * q_len <= kv_len
+
+
 def default_blocks(
     heads: int, q_len: int, kv_len: int, *, sparse: bool = False, banded: bool = False
 ) -> tuple[int, int]:
@@ -68,5 +78,7 @@ def space(call: Attention) -> list[tuple[int, int]]:
 def guess(call: Attention) -> tuple[int, int]:
     """Rows and columns of a tile of an untuned call."""
     (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
+    if folds(call):
+        return max(q_len, 1), kv_len
     banded = call.rules.lower is not None or call.rules.upper is not None
     return default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(call.extras), banded=banded)

@@ -13,6 +13,7 @@ from jax import lax
 
 from ejkernel.kernels.flash_attention import masks, needed, xla_blocks
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.xla_products import Products
 from ejkernel.kernels.manual_axes import axes_of, vary
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 
@@ -40,6 +41,7 @@ class Tiles:
     cols: int
     q_len: int
     kv_len: int
+    few_queries: bool
 
     @classmethod
     def of(cls, call: Attention, params: FwdParams | BwdParams | None, *, all_tiles: bool) -> Tiles:
@@ -87,6 +89,7 @@ class Tiles:
             cols=cols,
             q_len=q_len,
             kv_len=kv_len,
+            few_queries=xla_blocks.folds(call),
         )
 
     @property
@@ -133,21 +136,21 @@ class Tiles:
 
     # --- Scores of one tile ---
 
-    def product(self, equation: str, a: Array, b: Array) -> Array:
+    @property
+    def products(self) -> Products:
         """Products in the arguments' own dtype, summed in float32; CPUs multiply float32 fastest."""
-        narrow = self.dtype if jax.default_backend() == "cpu" else self.q.dtype
-        return jnp.einsum(
-            equation,
-            a.astype(narrow),
-            b.astype(narrow),
+        on_cpu = jax.default_backend() == "cpu"
+        return Products(
+            narrow=self.dtype if on_cpu else self.q.dtype,
+            dtype=self.dtype,
             precision=self.rules.precision,
-            preferred_element_type=self.dtype,
+            folded=on_cpu and self.few_queries and self.q_blocks == self.kv_blocks == 1,
         )
 
     def scores(self, q: Array, i: Array, j: Array, masked: bool) -> tuple[Array, Any]:
         """Logits of a tile, and the slope of the soft cap at each."""
         rules = self.rules
-        s = self.product("bkgqd,bksd->bkgqs", q, self.kv_block(self.k, j)) * rules.scale
+        s = self.products.scores(q, self.kv_block(self.k, j)) * rules.scale
         if rules.logits_dtype != s.dtype.name:
             s = s.astype(rules.logits_dtype).astype(self.dtype)
         slope: Any = 1.0
