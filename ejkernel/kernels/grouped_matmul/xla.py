@@ -167,20 +167,28 @@ def drhs(
         return lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision, wide)
 
     def columns(g, column, out):
+        # Sums have a place of their own if they are wider than the result, or parts of columns overlap.
+        own = out if room.is_whole and out_dtype == wide else vary(jnp.zeros((1, k, room.columns), wide), axes)
+        at = (g, 0, column) if own is out else (0, 0, 0)
+
         def parts(row, size):
             return _slice(lhs, (row, 0), (size, k)), _slice(dout, (row, column), (size, room.columns))
 
-        def whole(row, size, total):
-            return total + product(*parts(row, size))
+        def whole(row, size, sums):
+            new = lax.dynamic_slice(sums, at, (1, k, room.columns)) + product(*parts(row, size))[None]
+            return lax.dynamic_update_slice(sums, new, at)
 
-        def rest(row, size, inside, _):
+        def rest(row, size, inside, sums):
             # Both operands: values outside the group need not be finite.
-            return product(*(jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts(row, size)))
+            new = product(*(jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts(row, size)))
+            return lax.dynamic_update_slice(sums, new[None], at)
 
         cut = _Cut.of(cfg, lhs.shape[0], room.rows, starts[g], ends[g])
         # The rest first: it replaces the zeros, and a group without large pieces needs no sum.
-        total = cut.over_whole(whole, cut.over_rest(rest, vary(jnp.zeros((k, room.columns), wide), axes)))
-        return lax.dynamic_update_slice(out, _bits(total.astype(out_dtype))[None], (g, 0, column))
+        sums = cut.over_whole(whole, cut.over_rest(rest, own))
+        if own is out:
+            return sums
+        return lax.dynamic_update_slice(out, _bits(sums.astype(out_dtype)), (g, 0, column))
 
     def group(g, out):
         return room.over_columns(starts[g] < ends[g], g, columns, out)

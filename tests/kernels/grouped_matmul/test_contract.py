@@ -122,10 +122,17 @@ def test_memory_of_xla_is_four_results_or_a_mebibyte(rows, dtype):
         assert used <= max(4 * out.size * out.dtype.itemsize, 1 << 20)
 
 
-def test_xla_is_right_if_weights_are_taken_in_parts():
-    rows, sizes = 40, [3, 0, 20, 1, 9]
-    given, whole = arrays(rows, 1000, 1100, 5, sizes)
-    got = passes(xla, given, jnp.array(sizes, jnp.int32), jnp.int32(5), cfg=xla.XlaConfig(rows=8, least_rows=4))
+PARTS = {
+    "of weights": (40, 1000, 1100, [3, 0, 20, 1, 9], xla.XlaConfig(rows=8, least_rows=4)),
+    "of a gradient, from whole pieces alone": (1040, 8, 1100, [512, 0, 512], xla.XlaConfig(least_rows=256, steps=1)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_xla_is_right_if_columns_are_taken_in_parts_that_overlap(name):
+    rows, k, n, sizes, cfg = PARTS[name]
+    given, whole = arrays(rows, k, n, 5, sizes)
+    got = passes(xla, given, jnp.array(sizes, jnp.int32), jnp.int32(5), cfg=cfg)
     assert all(relative(a, b) < 2e-6 for a, b in zip(got, expected(whole, sizes, 5), strict=True))
 
 
