@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import os
 import random
 import statistics
@@ -119,30 +120,38 @@ def norm_jobs(op_id, args, sweep):
     prepared, statics = kernel.prepare(*args)
     forwards = {"plain JAX": (jax.jit(lambda *m: plain_norm(op_id, fill(m))), given)}
     plain_pull = lambda dout, *m: jax.vjp(lambda *m: plain_norm(op_id, fill(m)), *m)[1](dout)
-    triton = kernel.backend("triton").functions
     fake = type("Call", (), {"args": prepared, "kwargs": statics})
-    spaces = {False: triton.forward_space(fake), True: triton.backward_space(fake)}
-    run = lambda params: lambda *m: triton.forward(*fill(m), params=params, interpret=False, **statics)
+
+    def by(platform):
+        """The functions of a backend for given params, and its spaces; no params where it refuses a pass."""
+        functions, extra = kernel.backend(platform).functions, {"interpret": False, **statics}
+        run = lambda params: lambda *m: functions.forward(*fill(m), params=params, **extra)
+        pull = lambda params: (
+            lambda saved, out, dout, *m: [
+                g for g in functions.backward(saved, out, dout, *fill(m), params=params, **extra) if g is not None
+            ]
+        )
+        spaces = {False: functions.forward_space, True: functions.backward_space}
+        refused = lambda backward: functions.unsupported(fake, backward=backward)
+        return run, pull, {backward: [] if refused(backward) else of(fake) for backward, of in spaces.items()}
+
+    run, _, spaces = by("triton")
     out, saved = jax.block_until_ready(jax.jit(run(spaces[False][0]))(*given))
     dout = like(out)
     backwards = {"plain JAX": (jax.jit(plain_pull), (dout, *given))}
-    pull = lambda params: (
-        lambda saved, out, dout, *m: tuple(
-            g
-            for g in triton.backward(saved, out, dout, *fill(m), params=params, interpret=False, **statics)
-            if g is not None
-        )
-    )
-    for backward, space in spaces.items():
-        for i, params in enumerate(dict.fromkeys(space if sweep else space[:1])):
-            name = f"triton {params.rows} x {params.num_warps} x {params.programs}{' (guess)' if not i else ''}"
-            if backward:
-                backwards[name] = (
-                    jax.jit(pull(params)),
-                    (saved, None if len(prepared) and prepared[-1] is None else out, dout, *given),
-                )
-            else:
-                forwards[name] = (jax.jit(lambda *m, params=params: run(params)(*m)[0]), given)
+    for platform in ("triton", "mosaic"):
+        run, pull, spaces = by(platform)
+        for backward, space in spaces.items():
+            for i, params in enumerate(dict.fromkeys(space if sweep else space[:1])):
+                one, cut = run(params), " x ".join(str(n) for n in dataclasses.astuple(params))
+                name = f"{platform} {cut}{' (guess)' if not i else ''}"
+                if backward:
+                    backwards[name] = (
+                        jax.jit(pull(params)),
+                        (saved, None if prepared[-1] is None else out, dout, *given),
+                    )
+                else:
+                    forwards[name] = (jax.jit(lambda *m, one=one: one(*m)[0]), given)
     return forwards, backwards, dout
 
 

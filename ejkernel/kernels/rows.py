@@ -19,3 +19,20 @@ class RowParams:
     rows: int = 1
     num_warps: int = 4
     programs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MosaicRows:
+    """How rows are dealt out to blocks that stay, with a ring of rows in shared memory.
+
+    Attributes:
+      stages: Rows of a block that are on their way, worked on or being stored; two at least.
+      blocks: Blocks of one multiprocessor.
+    """
+
+    stages: int = 4
+    blocks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.stages < 2 or self.blocks < 1:
+            raise ValueError(f"MosaicRows: stages must be at least 2 and blocks at least 1, got {self}.")

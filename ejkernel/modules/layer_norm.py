@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.kernels.layer_norm import xla
-from ejkernel.kernels.rows import RowParams
+from ejkernel.kernels.rows import MosaicRows, RowParams
 from ejkernel.modules import norms
 from ejkernel.ops.core.backend import Backend, Platform
 
@@ -15,8 +15,8 @@ from ejkernel.ops.core.backend import Backend, Platform
 class LayerNormConfig:
     """How a call is run: by which backend, in which blocks of rows."""
 
-    fwd_params: RowParams | None = None
-    bwd_params: RowParams | None = None
+    fwd_params: RowParams | MosaicRows | None = None
+    bwd_params: RowParams | MosaicRows | None = None
     platform: Platform | None = None
 
 
@@ -27,6 +27,7 @@ class LayerNorm(norms.NormOperation[LayerNormConfig], op_id="layer_norm"):
         Backend(
             "triton", "ejkernel.kernels.layer_norm.triton", RowParams, RowParams, capability=(8, 0), interpret=True
         ),
+        Backend("mosaic", "ejkernel.kernels.layer_norm.mosaic", MosaicRows, MosaicRows, capability=(9, 0)),
         Backend("pallas", "ejkernel.kernels.layer_norm.pallas", RowParams, RowParams, interpret=True),
         Backend("xla", xla),
     )
@@ -70,7 +71,7 @@ def layer_norm(
       residual: Added to x first; of the shape of x.
       epsilon: Added to the variance.
       axis: The axis to normalise.
-      platform: "triton", "pallas" or "xla": this backend or an error.
+      platform: "triton", "mosaic", "pallas" or "xla": this backend or an error.
       cfg: How to run it; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
       in_specs: With `mesh`: the PartitionSpecs of x, scale, offset and residual.

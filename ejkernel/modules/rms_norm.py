@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.kernels.rms_norm import xla
-from ejkernel.kernels.rows import RowParams
+from ejkernel.kernels.rows import MosaicRows, RowParams
 from ejkernel.modules import norms
 from ejkernel.ops.core.backend import Backend, Platform
 
@@ -15,8 +15,8 @@ from ejkernel.ops.core.backend import Backend, Platform
 class RmsNormConfig:
     """How a call is run: by which backend, in which blocks of rows."""
 
-    fwd_params: RowParams | None = None
-    bwd_params: RowParams | None = None
+    fwd_params: RowParams | MosaicRows | None = None
+    bwd_params: RowParams | MosaicRows | None = None
     platform: Platform | None = None
 
 
@@ -25,6 +25,7 @@ class RmsNorm(norms.NormOperation[RmsNormConfig], op_id="rms_norm"):
 
     backends = (
         Backend("triton", "ejkernel.kernels.rms_norm.triton", RowParams, RowParams, capability=(8, 0), interpret=True),
+        Backend("mosaic", "ejkernel.kernels.rms_norm.mosaic", MosaicRows, MosaicRows, capability=(9, 0)),
         Backend("pallas", "ejkernel.kernels.rms_norm.pallas", RowParams, RowParams, interpret=True),
         Backend("xla", xla),
     )
@@ -69,7 +70,7 @@ def rms_norm(
       epsilon: Added to the mean square.
       scale_offset: Added to scale: 1.0 for models that store the scale minus one.
       axis: The axis to normalise.
-      platform: "triton", "pallas" or "xla": this backend or an error.
+      platform: "triton", "mosaic", "pallas" or "xla": this backend or an error.
       cfg: How to run it; by default what was tuned, else a guess.
       mesh: Run under `jax.shard_map` on this mesh.
       in_specs: With `mesh`: the PartitionSpecs of x, scale and residual.

@@ -37,7 +37,7 @@ KERNELS = {
         (f"{norm}{part}", by): 1
         for norm in ("rms_norm", "layer_norm")
         for part in ("", ".vjp")
-        for by in ("triton", "pallas")
+        for by in ("triton", "mosaic", "pallas")
     },
     ("linear_cross_entropy", "triton"): 1,
     ("grouped_matmul", "mosaic"): 1,

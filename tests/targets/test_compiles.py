@@ -13,6 +13,7 @@ MAY_REFUSE = {
     "mosaic": {
         *("2, 4096, 8, 128, causal, float32", "3, 1000, 6 (2), 80, causal, bfloat16", "decoding"),
         *("window", "sinks", "float32"),
+        *("30 000 columns", "layer_norm: 8192 x 8192, bfloat16"),
     },
     "triton": set(),
     "pallas": {"30 000 columns"},  # No multiple of 128.
@@ -24,7 +25,7 @@ MAY_REFUSE = {
 def test_compiles_with_the_kernels_that_it_should_have(case):
     for part in plan.compiled(case):
         if part.refused is not None:
-            assert case.workload in MAY_REFUSE[case.platform], part.refused
+            assert {case.workload, f"{case.op_id}: {case.workload}"} & MAY_REFUSE[case.platform], part.refused
             continue
         key = part.op_id, case.platform
         assert part.program.kernels - plan.KERNELS.get(key, 0) in (0, plan.SOMETIMES_MORE.get(key, 0))

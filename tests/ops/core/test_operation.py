@@ -108,8 +108,8 @@ def test_arguments_are_checked_once_and_platform_belongs_to_the_base():
     assert "platform" not in kernel.prepare(jnp.ones((2, 4)))[1]
     with pytest.raises(NormArgumentError, match="scale must have shape"):
         kernel.prepare(jnp.ones((2, 4)), jnp.ones(3), platform="xla")
-    with pytest.raises(OperationArgumentError, match="has no platform 'mosaic', only triton, pallas, xla"):
-        kernel.call((jnp.ones((2, 4)),), {}, platform="mosaic")
+    with pytest.raises(OperationArgumentError, match="has no platform 'cudnn', only triton, mosaic, pallas, xla"):
+        kernel.call((jnp.ones((2, 4)),), {}, platform="cudnn")
 
 
 def test_a_config_may_leave_the_platform_open_in_both_ways():
