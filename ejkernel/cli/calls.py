@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 
-from ejkernel.cli import jax_start, operations
+from ejkernel.cli import gradients, jax_start, operations
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import on_its_platform
-from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.execution.pipeline import backward_invocation, invocation, prepared
+from ejkernel.ops.execution.pipeline import invocation, prepared
 from ejkernel.ops.offline import lowered, specs
 
 Call = Invocation[Any, Any]
@@ -38,7 +36,7 @@ def find(
 
 
 def named(name: str, args: str, settings: list[str], grad: bool) -> list[Call]:
-    """An abstract call of an operation, and its backward if asked for.
+    """An abstract call of an operation, and what is tuned of its gradient if asked for.
 
     Raises:
       ArgumentTextError: The kernel cannot be called with such arguments, or has no such backward.
@@ -51,13 +49,13 @@ def named(name: str, args: str, settings: list[str], grad: bool) -> list[Call]:
     call = abstract(kernel, arrays, keywords, f"{name} with --args {args!r}")
     if not grad:
         return [call]
-    backward = BackwardKernel.of(kernel)
-    if backward is None:
+    found = gradients.calls_of(kernel, arrays, keywords, call)
+    if not found:
         raise ArgumentTextError(
             f"--grad: the backward of {name} takes the forward's config; it has neither heuristic_cfg_vjp nor "
             "config_space_vjp."
         )
-    return [call, backward_invocation(backward, on_its_platform(call, kernel))]
+    return [call, *found]
 
 
 def abstract(kernel: Kernel[Any, Any], arrays: tuple[Any, ...], keywords: dict[str, Any], what: str) -> Call:

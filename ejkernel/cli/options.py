@@ -35,7 +35,10 @@ NoTrials = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Keyword argument: causal=true, or an array: q_segment_ids=s32[2,64].")
 ]
-Grad = Annotated[bool, typer.Option("--grad", help="The operation's backward as well, which has configs of its own.")]
+Grad = Annotated[
+    bool,
+    typer.Option("--grad", help="What is tuned of its gradient as well: its backward, or calls of other operations."),
+]
 Operation = Annotated[
     str,
     typer.Argument(

@@ -8,23 +8,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.cli import calls, jax_start, operations
+from ejkernel.cli import calls, gradients, jax_start, operations
 from ejkernel.cli.calls import Call
 from ejkernel.errors import EjkernelError
-from ejkernel.ops.config.asking import heuristic, on_its_platform, source_of
+from ejkernel.ops.config.asking import source_of
 from ejkernel.ops.core.backward import BackwardKernel
-from ejkernel.ops.core.kernel import Kernel, has_own_gradient
 from ejkernel.ops.core.operation import Operation
 from ejkernel.ops.core.workload import Workload
-from ejkernel.ops.execution.executor import Executor, set_default_executor
-from ejkernel.ops.execution.pipeline import backward_invocation, prepared
+from ejkernel.ops.execution.pipeline import prepared
 from ejkernel.ops.store import provenance
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.records import ConfigMismatchError
-from ejkernel.ops.utils.services import services
 
 
 class NamedCall(NamedTuple):
@@ -81,11 +77,7 @@ def calls_of(kernel: Operation[Any, Any], workload: Workload) -> list[Call]:
     """The forward of a workload and what is tuned of its gradient: its backward, or calls of other operations."""
     args, kwargs = workload.abstract()
     forward = calls.abstract(kernel, args, kwargs, f"the workload {workload.name!r}")
-    own = BackwardKernel.of(kernel)
-    if own is None:
-        return [forward, *_calls_in_gradient(kernel, args, kwargs, forward)]
-    backward = backward_invocation(own, on_its_platform(forward, kernel))
-    return [forward, replace(backward, args=forward.args, kwargs=forward.kwargs)]
+    return [forward, *gradients.calls_of(kernel, args, kwargs, forward)]
 
 
 def _with_data(found: Sequence[Call], workload: Workload) -> Iterator[Call]:
@@ -97,36 +89,3 @@ def _with_data(found: Sequence[Call], workload: Workload) -> Iterator[Call]:
     for inv in found:
         has_its_arguments = inv is found[0] or isinstance(inv.kernel, BackwardKernel)
         yield replace(inv, args=forward.args, kwargs=forward.kwargs) if has_its_arguments else inv
-
-
-class _Asked:
-    """A chooser that guesses, and notes who asked."""
-
-    def __init__(self) -> None:
-        self.calls: dict[tuple[str, str], Call] = {}
-
-    def choose(self, inv: Call, kernel: Kernel[Any, Any]) -> Any:
-        abstract = {"args": inv.abstract_args, "kwargs": inv.abstract_kwargs, "platform": None}
-        self.calls[inv.op_id, inv.call_key] = replace(inv, kernel=kernel, **abstract)
-        return heuristic(inv, kernel)
-
-
-def _calls_in_gradient(kernel: Kernel[Any, Any], args: Any, kwargs: Any, forward: Call) -> list[Call]:
-    """The calls of other operations that the gradient of a call makes; nothing is run."""
-    if not has_own_gradient(kernel):
-        return []
-    asked, default = _Asked(), services.executor
-    moving = [i for i, x in enumerate(args) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    def gradients(*args: Any) -> Any:
-        put = lambda moved: [*(moved[moving.index(i)] if i in moving else x for i, x in enumerate(args))]
-        out, pull = jax.vjp(lambda *moved: kernel(*put(moved), **kwargs), *(args[i] for i in moving))
-        return pull(jax.tree.map(jnp.zeros_like, out))
-
-    # An executor that has traced nothing yet: it asks for every call.
-    set_default_executor(Executor(asked))
-    try:
-        jax.eval_shape(gradients, *args)
-    finally:
-        set_default_executor(default)
-    return [inv for key, inv in asked.calls.items() if key != (forward.op_id, forward.call_key)]

@@ -73,12 +73,9 @@ class _Grouped(Operation[Cfg, Array]):
     def _nested(
         self, cfg: Any, kwargs: dict[str, Any], operation: Any, args: tuple[Any, ...], params: Any = None, **own: Any
     ) -> Array:
-        """A product that is part of a gradient: a separate call, on the platform of the original call."""
-        kernel = operation(interpret=self.interpret)
-        if params is not None or self.interpret:  # In the interpreter the platform is not chosen but given.
-            own["cfg"] = kernel.cfg_type(fwd_params=params, platform=cfg.platform)
+        """A product that is part of a gradient, on the platform and with the precision of the original call."""
         shared = {name: kwargs[name] for name in ("platform", "precision") if name in kwargs}
-        return kernel(*args, **own, **shared)
+        return self.nested(operation, args, {**own, **shared}, cfg, params)
 
     def example_inputs(self, inv: Invocation[Any, Any], key: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Normal floats, and groups of uneven sizes that hold all rows."""

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
-from ejkernel.kernels.linear_cross_entropy import xla
 from ejkernel.kernels.linear_cross_entropy.params import ChunkParams
-from ejkernel.kernels.linear_cross_entropy.reference import plain
+from ejkernel.kernels.linear_cross_entropy.reference import plain, plain_gradients
+from ejkernel.kernels.linear_cross_entropy.rule import Rule
 from ejkernel.modules import static
 from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
-from ejkernel.ops.core.operation import DifferentiableOperation
+from ejkernel.ops.core.operation import Operation
+from ejkernel.ops.core.types import Cfg
 
 Array = jax.Array
 Reduction = Literal["mean", "sum", "none"]
@@ -28,10 +29,24 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class LinearCrossEntropyConfig:
-    """How a call is run: by which backend, in which chunks."""
+    """How a call is run: by which backend, in which chunks.
+
+    Attributes:
+      fwd_params: Chunks of the loss alone.
+      bwd_params: Chunks of the loss with gradients; None: they are chosen separately.
+      platform: The backend.
+    """
 
     fwd_params: ChunkParams | None = None
     bwd_params: ChunkParams | None = None
+    platform: Platform | None = None
+
+
+@dataclass(frozen=True)
+class LossGradientsConfig:
+    """How the loss with its gradients is computed."""
+
+    fwd_params: ChunkParams | None = None
     platform: Platform | None = None
 
 
@@ -54,20 +69,53 @@ class LossArgumentError(EjkernelError, ValueError):
         super().__init__(f"linear_cross_entropy: {message}")
 
 
-class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any], op_id="linear_cross_entropy"):
-    """`cross_entropy(x @ weights + bias, labels)`; positional: x, weights, labels, bias."""
-
-    backends = (
-        Backend(
-            "triton",
-            "ejkernel.kernels.linear_cross_entropy.triton",
-            ChunkParams,
-            ChunkParams,
-            capability=(8, 0),
-            interpret=True,
-        ),
-        Backend("xla", xla, ChunkParams, ChunkParams),
+def _backends(part: str) -> tuple[Backend, ...]:
+    where = "ejkernel.kernels.linear_cross_entropy"
+    return (
+        Backend("triton", f"{where}.triton{part}", ChunkParams, capability=(8, 0), interpret=True),
+        Backend("xla", f"{where}.xla{part}", ChunkParams),
     )
+
+
+class _Loss(Operation[Cfg, Any]):
+    """What the loss, and the loss with gradients, share."""
+
+    def example_inputs(self, inv: Invocation[Any, Any], key: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Normal floats, weights as at the start of a training, labels of the vocabulary, and factors as of a mean."""
+        x, weights, labels, bias, *factor = inv.args
+        keys = jax.random.split(key, 5)
+        draw = lambda k, a: jax.random.normal(k, a.shape, a.dtype)
+        drawn = jax.random.randint(keys[2], labels.shape, 0, weights.shape[1], labels.dtype)
+        scaled = draw(keys[1], weights) * jnp.asarray(weights.shape[0] ** -0.5, weights.dtype)
+        factors = [(1 + jax.random.uniform(keys[4], f.shape, f.dtype)) / max(f.size, 1) for f in factor]
+        args = draw(keys[0], x), scaled, drawn, None if bias is None else draw(keys[3], bias)
+        return (*args, *factors), dict(inv.kwargs)
+
+
+class LossGradients(_Loss[LossGradientsConfig], op_id="linear_cross_entropy_gradients"):
+    """Each row's loss, and the gradients of `sum(factor · loss)`; positional: x, weights, labels, bias, factor.
+
+    A chunk's logits are computed once, and its part of all gradients at once: three products.
+    """
+
+    backends = _backends("_gradients")
+
+    def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
+        """Plain JAX, with all logits in memory."""
+        return plain_gradients(*args, **kwargs)
+
+
+class LinearCrossEntropy(_Loss[LinearCrossEntropyConfig], op_id="linear_cross_entropy"):
+    """`cross_entropy(x @ weights + bias, labels)`; positional: x, weights, labels, bias.
+
+    Where a mean or sum is differentiated, its gradients are computed with it, and a scalar cotangent scales them
+    afterwards. With `reduction="none"` the cotangent is one number per row, and the weights' gradient sums over rows:
+    it cannot be scaled afterwards. Keeping all logits is what this operation is there to avoid, so the backward
+    computes them again: four products.
+    """
+
+    backends = _backends("")
+    _by_backend = ("run", "fwd_with_residuals", "vjp")
     workload_module = "ejkernel.kernels.linear_cross_entropy.workloads"
 
     def arguments(
@@ -116,18 +164,48 @@ class LinearCrossEntropy(DifferentiableOperation[LinearCrossEntropyConfig, Any],
         out = (rows, (PartitionSpec(*specs[2]),) * 2) if kwargs.get("stats") else rows
         return Split(tuple(specs), out, local=False)
 
-    def example_inputs(self, inv: Invocation[Any, Any], key: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Normal floats, weights as at the start of a training, and labels of the vocabulary."""
-        x, weights, labels, bias = inv.args
-        keys = jax.random.split(key, 4)
-        draw = lambda k, a: jax.random.normal(k, a.shape, a.dtype)
-        drawn = jax.random.randint(keys[2], labels.shape, 0, weights.shape[1], labels.dtype)
-        scaled = draw(keys[1], weights) * jnp.asarray(weights.shape[0] ** -0.5, weights.dtype)
-        return (draw(keys[0], x), scaled, drawn, None if bias is None else draw(keys[3], bias)), dict(inv.kwargs)
+    def fwd_with_residuals_on(self, backend: Backend, /, *args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The loss, and its gradients for a cotangent of 1; none where the cotangent has one number per row."""
+        reduction, (x, weights, labels, _) = kwargs["reduction"], args
+        if reduction == "none":
+            return self.run_on(backend, *args, cfg=cfg, **kwargs), None
+        rule = Rule(**_kind(kwargs))
+        stored = jnp.result_type(x.dtype, weights.dtype)
+        each = 1 / rule.count(labels) if reduction == "mean" else 1.0
+        # Of many rows, a probability's part of the mean is less than any float16, and no cotangent brings it back.
+        late = stored == jnp.float16
+        factor = jnp.full(labels.shape, 1.0 if late else each, jnp.promote_types(stored, jnp.float32))
+        rows, grads = self._gradients(args, factor, cfg, kwargs)
+        grads = jax.tree.map(lambda g: g * each, grads) if late else grads
+        return rule.outputs(rows, labels, reduction, kwargs["stats"]), grads
+
+    def vjp_on(
+        self, backend: Backend, residuals: Any, out: Any, dout: Any, /, *args: Any, cfg: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """The gradients of x, weights, labels (none) and bias."""
+        x, weights, labels, bias = args
+        wide = jnp.promote_types(jnp.result_type(x.dtype, weights.dtype), jnp.float32)
+        reduced = kwargs["reduction"] != "none"
+        dout = Rule(**_kind(kwargs)).cotangent(dout[0] if kwargs["stats"] else dout, reduced=reduced)
+        if reduced:
+            found, scaled = residuals, lambda g: g.astype(wide) * dout
+        else:
+            found, scaled = self._gradients(args, dout.astype(wide), cfg, kwargs)[1], lambda g: g
+        pairs = ((found.x, x), (found.weights, weights), (None, labels), (found.bias, bias))
+        return tuple(None if g is None else scaled(g).astype(like.dtype).reshape(like.shape) for g, like in pairs)
+
+    def _gradients(self, args: tuple[Any, ...], factor: Array, cfg: Any, kwargs: dict[str, Any]) -> Any:
+        own = {name: x for name, x in kwargs.items() if name not in ("reduction", "stats")}
+        return self.nested(LossGradients, (*args, factor), own, cfg, cfg.bwd_params)
 
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX, with all logits in memory."""
         return plain(*args, **kwargs)
+
+
+def _kind(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a rule."""
+    return {name: x for name, x in kwargs.items() if name not in ("reduction", "stats", "platform")}
 
 
 def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:

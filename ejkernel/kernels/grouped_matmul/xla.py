@@ -65,7 +65,9 @@ def unsupported(dims: Dimensions) -> str | None:
 
 def space(dims: Dimensions) -> list[XlaConfig]:
     """Configs for a product, the guess first."""
-    few = [XlaConfig(least_rows=8, steps=2)] if isinstance(dims.rows, int) and dims.rows <= 16 * dims.groups else []
+    # Each size costs a group a microsecond or so, whether it has such a piece or not.
+    small = XlaConfig(least_rows=8, steps=2 if dims.k * dims.n >= 1 << 15 else 1)
+    few = [small] if isinstance(dims.rows, int) and dims.rows <= 16 * dims.groups else []
     sizes = [
         *few,
         XlaConfig(),

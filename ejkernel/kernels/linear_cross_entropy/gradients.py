@@ -62,6 +62,12 @@ class Problem(NamedTuple):
         return jax.tree.map(lambda a: vary(a, outer), rows), *jax.tree.map(lambda a: vary(a, axes), rest)
 
 
+def problem(x: Array, weights: Array, labels: Array, bias: Any, kind: dict[str, Any]) -> Problem:
+    """The arguments of a call, of which `kind` has the fields of a rule, and perhaps its class."""
+    rule = kind.pop("rule", Rule)
+    return Problem(x.reshape(-1, x.shape[-1]), weights, labels.reshape(-1), bias, rule(**kind))
+
+
 def losses(call: Problem, size: int) -> Rows:
     """The rows, in chunks of so many."""
     rows = call.no_rows()

@@ -75,11 +75,9 @@ def forward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
     return [first, *(ChunkParams(rows=first.rows, columns=first.columns, loss_rows=r) for r in others if r > 0)]
 
 
-def backward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
-    """Other chunks; they matter where the cotangent is one number per row, and the backward has all the work."""
+def gradients_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
+    """The guess, and other chunks of a loss with gradients, in as much memory."""
     first = _guess_of(inv)
-    if inv.kwargs.get("reduction") != "none":
-        return [first]
     sizes = [(first.rows, 2048), (first.rows, 4096), (first.rows, 8192), (first.rows // 2, first.columns)]
     return [first, *(ChunkParams(rows=r, columns=c, loss_rows=first.loss_rows) for r, c in sizes if r > 0)]
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ejkernel.kernels.linear_cross_entropy import params as chunking
 from ejkernel.kernels.linear_cross_entropy import xla
 from ejkernel.kernels.linear_cross_entropy.triton_rule import TritonRule
 from ejkernel.ops.core.kernel import Invocation
 
-forward_space, backward_space = chunking.forward_space, chunking.backward_space
+forward_space = xla.forward_space
 run = partial(xla.run, rule=TritonRule)
-forward = partial(xla.forward, rule=TritonRule)
-backward = partial(xla.backward, rule=TritonRule)
 
 
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:

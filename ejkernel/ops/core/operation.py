@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -51,6 +52,8 @@ class Operation(Kernel[Cfg, Out]):
     """Name of a module with `WORKLOADS`, the named calls of tests, benchmarks and packs."""
 
     _class_op_id: ClassVar[str | None] = None
+    _by_backend: ClassVar[tuple[str, ...]] = ("run",)
+    """Methods that each backend has one of: `<method>_on` runs it by a given one."""
     _cfg_fields: ClassVar[tuple[str, ...]] = ("fwd_params", "platform")
 
     def __init__(self, name: str | None = None, *, interpret: bool = False) -> None:
@@ -63,14 +66,10 @@ class Operation(Kernel[Cfg, Out]):
         cls._class_op_id = op_id or cls._class_op_id
         sources = (b.source if isinstance(b.source, str) else getattr(b.source, "__name__", "") for b in cls.backends)
         cls.source_modules = tuple(sources)
-        for backend in cls.__dict__.get("backends", ()):
-            cls._add(backend)
+        for backend, method in itertools.product(cls.__dict__.get("backends", ()), cls._by_backend):
+            _bind(cls, method, backend)
         if inspect.isfunction(own := cls.__dict__.get("reference")) and not _takes_platform(own):
             cls.reference = _dropping_platform(own)
-
-    @classmethod
-    def _add(cls, backend: Backend) -> None:
-        _bind(cls, "run", backend)
 
     def _check_cfg_type(self) -> None:
         cls, cfg_type = type(self).__name__, self.cfg_type
@@ -245,6 +244,16 @@ class Operation(Kernel[Cfg, Out]):
             return self._call_typed(args, kwargs, found)
         return self(*args, **kwargs)
 
+    def nested(self, operation: Any, args: Args, kwargs: Kwargs, cfg: Any, params: Any) -> Any:
+        """A call of another operation that is part of this one: chosen and tuned separately, unless `params` are given.
+
+        `kwargs` should have the platform, if the call asks for one; `cfg` is the config of the call.
+        """
+        kernel = operation(interpret=self.interpret)
+        if params is not None or self.interpret:  # In the interpreter the platform is not chosen but given.
+            kwargs = {**kwargs, "cfg": kernel.cfg_type(fwd_params=params, platform=cfg.platform)}
+        return kernel(*args, **kwargs)
+
     def split(self, args: Args, kwargs: Kwargs, specs: Sequence[PartitionSpec]) -> Split | None:
         """How a call is split whose arguments have these specs in their types; None leaves them as they are."""
         return None
@@ -276,12 +285,8 @@ class DifferentiableOperation(Operation[Cfg, Out]):
     backward may follow any forward.
     """
 
+    _by_backend = ("run", "fwd_with_residuals", "vjp")
     _cfg_fields = ("fwd_params", "bwd_params", "platform")
-
-    @classmethod
-    def _add(cls, backend: Backend) -> None:
-        for method in ("run", "fwd_with_residuals", "vjp"):
-            _bind(cls, method, backend)
 
     def heuristic_cfg_vjp(self, inv: Invocation[Any, Any]) -> Cfg:
         """The forward's own backend if its backward supports the call, else the most promising one that does."""

@@ -94,7 +94,8 @@ def test_sums_have_the_wider_dtype_of_x_and_weights(narrow, chunk):
     with jax.enable_x64(True):
         args = [np.asarray(a, "float64") for a in inputs()[:2]]
         args[narrow] = args[narrow].astype("float32")
-        labels, cfg = jnp.arange(24), LinearCrossEntropyConfig(ChunkParams(rows=chunk, columns=5, loss_rows=chunk))
+        params = ChunkParams(rows=chunk, columns=5, loss_rows=chunk)
+        labels, cfg = jnp.arange(24), LinearCrossEntropyConfig(params, params)
         run = lambda x, w: linear_cross_entropy(x, w, labels, cfg=cfg)
         loss, grads = jax.value_and_grad(run, (0, 1))(*args)
         want = jax.value_and_grad(lambda x, w: oracle(x, w, labels, None), (0, 1))(*args)
@@ -218,7 +219,7 @@ def test_gradients_of_a_mean_in_float16_do_not_vanish_with_many_rows():
     """Those of most logits are below the least float16, but what is asked for is scaled by the cotangent."""
     rng, rows, vocabulary = np.random.default_rng(0), 4096, 8192
     x, weights = rng.normal(size=(rows, 4)).astype("float16"), np.zeros((4, vocabulary), "float16")
-    cfg = LinearCrossEntropyConfig(ChunkParams(rows=256))
+    cfg = LinearCrossEntropyConfig(bwd_params=ChunkParams(rows=256))
     loss = lambda w: 2.0**12 * linear_cross_entropy(x, w, np.zeros(rows, "int32"), cfg=cfg)
     want = 2.0**12 * x.astype("float64").mean(axis=0) / vocabulary  # Of a column that is no label.
     np.testing.assert_allclose(jax.grad(loss)(weights)[:, 1], want, rtol=1e-2)
@@ -245,7 +246,7 @@ def test_a_last_chunk_that_is_not_whole_counts_rows_once():
     x, weights, labels, _ = inputs()
     of = lambda rows: jax.grad(
         lambda w: linear_cross_entropy(
-            x, w, labels, ignore_index=-100, cfg=LinearCrossEntropyConfig(ChunkParams(rows=rows))
+            x, w, labels, ignore_index=-100, cfg=LinearCrossEntropyConfig(bwd_params=ChunkParams(rows=rows))
         )
     )(weights)
     np.testing.assert_allclose(of(7), of(24), rtol=1e-5, atol=1e-7)
@@ -266,7 +267,8 @@ def test_memory_is_that_of_a_chunk(dtype):
     rows, height, vocabulary = 2048, 64, 4096
     shapes = [((rows, height), dtype), ((height, vocabulary), dtype), ((rows,), "int32")]
     args = [jax.ShapeDtypeStruct(*s) for s in shapes]
-    cfg = LinearCrossEntropyConfig(ChunkParams(rows=64, columns=512, loss_rows=64))
+    params = ChunkParams(rows=64, columns=512, loss_rows=64)
+    cfg = LinearCrossEntropyConfig(params, params)
     loss = lambda x, w, y: linear_cross_entropy(x, w, y, cfg=cfg)
     chunk, width = 64 * vocabulary, 4  # A CPU computes in float32.
     total = height * vocabulary * 4
