@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-
 from ejkernel.kernels.norms import triton
 from ejkernel.kernels.norms.triton import backward_space as backward_space
 from ejkernel.kernels.norms.triton import forward_space as forward_space
 from ejkernel.kernels.norms.triton import unsupported as unsupported
+from ejkernel.kernels.rms_norm.no_mean import backward_by, forward_by
 
-Array = jax.Array
-
-
-def forward(x: Array, scale: Any, residual: Any, **options: Any) -> tuple[Any, Array]:
-    """As `xla.forward`."""
-    out, (_, rstd) = triton.forward(x, scale, None, residual, center=False, **options)
-    return out, rstd
-
-
-def backward(rstd: Array, out: Any, dout: Any, x: Array, scale: Any, residual: Any, **options: Any) -> tuple[Any, ...]:
-    """The gradients of x, scale and residual."""
-    found = triton.backward((None, rstd), out, dout, x, scale, None, residual, center=False, **options)
-    return found[0], found[1], found[3]
+forward, backward = forward_by(triton), backward_by(triton)
