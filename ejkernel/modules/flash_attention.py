@@ -322,9 +322,10 @@ def flash_attention(
     if cum_seqlens_q is not None:
         _check_cumulative("cum_seqlens_q", cum_seqlens_q, query)
         kwargs["cum_seqlens_q"] = cum_seqlens_q
-    if cum_seqlens_k is not None and cum_seqlens_k is not cum_seqlens_q:  # Packed alike: no positions to compare.
+    if cum_seqlens_k is not None:
         _check_cumulative("cum_seqlens_k", cum_seqlens_k, key)
-        kwargs["cum_seqlens_k"] = cum_seqlens_k
+        if cum_seqlens_k is not cum_seqlens_q or query.shape[1] != key.shape[1]:  # Else packed alike, at equal places.
+            kwargs["cum_seqlens_k"] = cum_seqlens_k
     if type(dropout_prob) is not float or dropout_prob:
         kwargs["dropout_prob"] = _python(dropout_prob)
     if dropout_seed is not None:

@@ -78,6 +78,12 @@ def test_packed_decoding_aligns_every_sequence_at_its_end():
     close(out[:, 2:], flash_attention(q[:, 2:], k[:, 9:], v[:, 9:], causal="lower_right"))
 
 
+def test_one_array_may_be_the_ends_of_queries_and_keys_of_other_lengths():
+    q, k, ends = jnp.ones((1, 10, 2, 8)), jnp.ones((1, 12, 2, 8)), jnp.array([0, 4, 8])
+    run = lambda ends_k: flash_attention(q, k, k, cum_seqlens_q=ends, cum_seqlens_k=ends_k)
+    assert jnp.array_equal(run(ends), run(ends + 0))
+
+
 def test_dropout_keeps_the_expected_share_and_follows_its_seed():
     q, k, v = arrays(q_len=64, kv_len=64)
     ones = jnp.ones_like(v)

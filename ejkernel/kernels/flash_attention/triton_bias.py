@@ -31,9 +31,7 @@ def bias_gradient(cut: Cut, bias: Array, saved: dict[str, Array], interpret: boo
         [
             (
                 ((batches, heads, q_length, cut.kv_length), bias.dtype),
-                pl.BlockSpec(
-                    (None, None, block, cut.cols), lambda j, i, n: (lax.div(n, heads), lax.rem(n, heads), i, j)
-                ),
+                pl.BlockSpec((None, None, block, cut.cols), lambda j, i, n: (*_place(n, heads), i, j)),
             )
         ],
         grid=(cut.kv_length // cut.cols, q_length // block, batches * heads),
@@ -51,14 +49,22 @@ def _kernel(refs: Any, out_ref: Any, *, cut: Cut, shared: tuple[int, int], heads
 
     def of_head(m: Any, carry: Any) -> Any:
         # Those that share a bias of all heads are adjacent; those that share one of a whole batch are not.
-        batch = lax.div(n, heads) * shared[0] + lax.div(m, shared[1])
-        head = lax.rem(n, heads) * shared[1] + lax.rem(m, shared[1])
+        batch, head = (
+            a * count + b for a, b, count in zip(_place(n, heads), _place(m, shared[1]), shared, strict=True)
+        )
         return lax.fori_loop(start, end, partial(_step, refs, cut, batch, head, j), carry)
 
     zeros = jnp.zeros((cut.rows, cut.cols), jnp.float32)
     found = lax.fori_loop(0, shared[0] * shared[1], of_head, zeros)
     found = found if whole_rows else jnp.sum(found, axis=0, keepdims=True)
     out_ref[...] = found.astype(out_ref.dtype)
+
+
+def _place(n: Any, each: int) -> tuple[Any, Any]:
+    """Quotient and remainder, in the dtype of `n`."""
+    n = jnp.asarray(n)
+    each = jnp.asarray(each, n.dtype)
+    return lax.div(n, each), lax.rem(n, each)
 
 
 def _spans(cut: Cut, j: Any) -> masks.Spans:

@@ -23,7 +23,7 @@ FOLDED_ROWS = 128
 def folds(call: Attention) -> bool:
     """Whether queries are so few that all heads are multiplied at once, in one tile."""
     (_, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
-    return q_len * heads <= FOLDED_ROWS and 16 * q_len <= kv_len
+    return q_len * heads <= FOLDED_ROWS and 0 < 16 * q_len <= kv_len and not _is_sparse(call.extras)
 
 
 def default_blocks(
@@ -79,6 +79,6 @@ def guess(call: Attention) -> tuple[int, int]:
     """Rows and columns of a tile of an untuned call."""
     (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
     if folds(call):
-        return max(q_len, 1), kv_len
+        return q_len, kv_len
     banded = call.rules.lower is not None or call.rules.upper is not None
     return default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(call.extras), banded=banded)

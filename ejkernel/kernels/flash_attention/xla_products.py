@@ -47,7 +47,7 @@ class Products:
         if not self.folded:
             return self._by_head("bkgqs,bksd->bkgqd", p, v)
         batch, kv_heads, group, rows, _ = p.shape
-        found = self._dot(p.reshape(batch, -1, p.shape[-1]), _flat(v), ((2,), (1,)))
+        found = self._dot(_by_query(p), _flat(v), ((2,), (1,)))
         return jnp.einsum("bkgqkd->bkgqd", found.reshape(batch, kv_heads, group, rows, kv_heads, v.shape[-1]))
 
     def onto_keys(self, p: Array, q: Array) -> Array:
@@ -55,7 +55,7 @@ class Products:
         if not self.folded:
             return self._by_head("bkgqs,bkgqd->bksd", p, q)
         batch, kv_heads, *_, dim = q.shape
-        turned = lax.optimization_barrier(p.reshape(batch, -1, p.shape[-1]).swapaxes(1, 2))
+        turned = lax.optimization_barrier(_by_query(p).swapaxes(1, 2))
         found = self._dot(turned, _blocks(q), ((2,), (2,)))
         return found.reshape(batch, p.shape[-1], kv_heads, dim).swapaxes(1, 2)
 
@@ -67,6 +67,12 @@ class Products:
         a, b = a.astype(self.narrow), b.astype(self.narrow)
         dims = (contract, ((0,), (0,)))
         return lax.dot_general(a, b, dims, precision=self.precision, preferred_element_type=self.dtype)
+
+
+def _by_query(p: Array) -> Array:
+    """[batch, kv heads, group, queries, keys] as [batch, all queries, keys]."""
+    batch, kv_heads, group, rows, length = p.shape
+    return p.reshape(batch, kv_heads * group * rows, length)
 
 
 def _flat(x: Array) -> Array:

@@ -150,7 +150,13 @@ class Tiles:
     def scores(self, q: Array, i: Array, j: Array, masked: bool) -> tuple[Array, Any]:
         """Logits of a tile, and the slope of the soft cap at each."""
         rules = self.rules
-        s = self.products.scores(q, self.kv_block(self.k, j)) * rules.scale
+        products, k = self.products, self.kv_block(self.k, j)
+        if products.narrow == self.dtype:
+            # Not the scores: where a compiler rounds `scores * scale - maximum` once and where twice is its choice, and
+            # for large logits the weights of forward and backward would differ.
+            s = products.scores(q.astype(self.dtype) * rules.scale, k)
+        else:
+            s = products.scores(q, k) * rules.scale  # A scaled query would be rounded to few bits.
         if rules.logits_dtype != s.dtype.name:
             s = s.astype(rules.logits_dtype).astype(self.dtype)
         slope: Any = 1.0

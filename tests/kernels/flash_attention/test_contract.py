@@ -238,6 +238,13 @@ def test_float64_is_served_in_float64():
     assert want.keys() == {"out", "dquery", "dkey", "dvalue", "dsoftmax_aux"}
 
 
+def test_a_bias_has_a_gradient_by_triton_with_64_bits_enabled():
+    case = Case("bias", q_len=20, kv_len=20, make={"bias": normal("h", "q", "k")})
+    with jax.enable_x64(True):
+        args, kwargs = case.arrays()
+        assert_close(attend(through("triton"), args, kwargs), truth(args, kwargs), case.limit)
+
+
 @st.composite
 def calls(draw):
     """Shapes, head groups and who sees whom, in all combinations."""

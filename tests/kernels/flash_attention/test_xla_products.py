@@ -12,7 +12,7 @@ from ejkernel.kernels.flash_attention.arguments import Attention, canonical
 from ejkernel.kernels.flash_attention.xla_products import Products
 from ejkernel.modules import FlashAttention
 from tests.kernels import contract
-from tests.kernels.flash_attention.cases import Case, assert_close, attend, coin, normal, segments, truth
+from tests.kernels.flash_attention.cases import Case, assert_close, attend, coin, normal, truth
 
 SIZES = st.integers(1, 4)
 
@@ -39,7 +39,6 @@ FEW = [
     Case("values of their own width", q_len=2, kv_len=64, value_dim=24),
     Case("bias and sinks", q_len=2, kv_len=64, make={"bias": normal("h", "q", "k"), "softmax_aux": normal("h")}),
     Case("dropout", q_len=2, kv_len=64, make={"dropout_prob": 0.3, "dropout_seed": 3}),
-    Case("segments", q_len=2, kv_len=64, make={"q_segment_ids": segments("q"), "kv_segment_ids": segments("k")}),
     Case("padding", q_len=1, kv_len=64, make=PADDED),
     Case("bfloat16", q_len=2, kv_len=64, dtype="bfloat16"),
     Case("one key head", q_len=2, kv_len=64, kv_heads=1),

@@ -2,13 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.kernels.flash_attention import xla, xla_blocks
 from ejkernel.kernels.flash_attention.arguments import canonical
-from ejkernel.modules import FlashAttention
+from ejkernel.modules import FlashAttention, flash_attention
+from ejkernel.ops.utils.params import BwdParams, FwdParams
 from tests.kernels import contract
 from tests.kernels.flash_attention.cases import Case, assert_close, attend, normal, truth
 
@@ -63,3 +65,27 @@ def test_short_calls_have_no_loop_and_no_padding(name):
 def test_one_tile_has_what_is_added_to_its_scores(make):
     args, kwargs = Case("one tile", q_len=9, kv_len=13, make=make).arrays()
     assert_close(attend(contract.through(FlashAttention, "xla"), args, kwargs), truth(args, kwargs), 2e-5)
+
+
+def test_weights_of_large_logits_are_the_same_in_both_directions():
+    """Those of a row add up to one: the gradients of all values have the sum of the output's gradients."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.standard_normal((1, 40, 2, 8)), jnp.float32) for _ in range(4))
+    tiles = {
+        "fwd_params": FwdParams(q_blocksize=16, kv_blocksize=16),
+        "bwd_params": BwdParams(q_blocksize=16, kv_blocksize=16),
+    }
+    call = contract.through(FlashAttention, "xla", **tiles)
+
+    @jax.jit  # With constants the compiler would compute in another way.
+    def dv(q, k, v, dout):
+        return jax.vjp(lambda v: call(q, k, v, None, None), v)[1](dout)[0]
+
+    for size in (100.0, 3000.0):
+        np.testing.assert_allclose(dv(size * q, size * k, v, dout).sum(1), dout.sum(1), atol=1e-4)
+
+
+@pytest.mark.parametrize("shapes", [((0, 1, 4, 8), (0, 40, 2, 8)), ((2, 0, 4, 8), (2, 0, 2, 8))])
+def test_calls_of_nothing_give_nothing(shapes):
+    q, k = map(jnp.zeros, shapes)
+    assert jax.grad(lambda q: flash_attention(q, k, k).sum())(q).shape == q.shape
