@@ -16,6 +16,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.kernels.grouped_matmul import exact
 from ejkernel.kernels.grouped_matmul.backends import CONTRACTION, PRODUCT
 from ejkernel.kernels.grouped_matmul.config import MosaicConfig, MosaicDrhsConfig
+from ejkernel.kernels.grouped_matmul.dimensions import common_dtype
 from ejkernel.kernels.grouped_matmul.groups import covered, local_groups
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, Distribution, draw_group_sizes
@@ -139,11 +140,13 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
         if out_dtype is None:
             out_dtype = _result_dtype(lhs, rhs, preferred_element_type)
         shape = (lhs.shape[0], rhs.shape[1 if transpose_rhs else 2])
-        if existing_out is not None and (existing_out.shape != shape or existing_out.dtype != jnp.dtype(out_dtype)):
-            raise GroupedMatmulArgumentError(
-                f"existing_out must be {out_dtype}{list(shape)}, as the result, "
-                f"got {existing_out.dtype}{list(existing_out.shape)}."
-            )
+        if existing_out is not None:
+            wanted = f"existing_out must be {jnp.dtype(out_dtype)}{list(shape)}, as the result"
+            if not hasattr(existing_out, "shape"):
+                raise GroupedMatmulArgumentError(f"{wanted}, got {type(existing_out).__name__}.")
+            if existing_out.shape != shape or existing_out.dtype != jnp.dtype(out_dtype):
+                got = f"{existing_out.dtype}{list(existing_out.shape)}"
+                raise GroupedMatmulArgumentError(f"{wanted}, got {got}.")
         kwargs = {"transpose_rhs": bool(transpose_rhs), "out_dtype": jnp.dtype(out_dtype).name}
         return (lhs, rhs, sizes, group_offset, existing_out), _with(kwargs, precision)
 
@@ -159,7 +162,7 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
         (dout,) = cotangents
         transposed, nested = kwargs["transpose_rhs"], partial(self._nested, cfg, kwargs)
         # Rounded to the operands' dtype, as the gradients are.
-        narrow = dout.astype(jnp.result_type(lhs.dtype, rhs.dtype))
+        narrow = dout.astype(common_dtype(lhs.dtype, rhs.dtype))
         options = {"transpose_rhs": not transposed, "out_dtype": lhs.dtype.name}
         dlhs = nested(GroupedMatmul, (narrow, rhs, sizes, offset), cfg.dlhs_params, **options)
         pair = (narrow, lhs) if transposed else (lhs, narrow)
@@ -202,7 +205,7 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
                 f"lhs and dout must be [rows, k] and [rows, n] with the same rows, got {lhs.shape} and {dout.shape}.",
                 self.op_id,
             )
-        out_dtype = jnp.result_type(lhs.dtype, dout.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+        out_dtype = common_dtype(lhs.dtype, dout.dtype) if out_dtype is None else jnp.dtype(out_dtype)
         kwargs = {"groups": groups, "out_dtype": out_dtype.name}
         return (lhs, dout, group_sizes, group_offset), _with(kwargs, precision)
 
@@ -210,7 +213,7 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
         """Products of the rows with the gradient's gradient."""
         lhs, dout, sizes, offset = primals
         nested = partial(self._nested, cfg, kwargs, GroupedMatmul)
-        narrow = cotangents[0].astype(jnp.result_type(lhs.dtype, dout.dtype))
+        narrow = cotangents[0].astype(common_dtype(lhs.dtype, dout.dtype))
         dlhs = nested((dout, narrow, sizes, offset), transpose_rhs=True, out_dtype=lhs.dtype.name)
         return dlhs, nested((lhs, narrow, sizes, offset), out_dtype=dout.dtype.name), None, None
 

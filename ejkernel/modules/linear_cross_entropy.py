@@ -215,6 +215,8 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
     for name, a in (("x", x), ("weights", weights), *((("bias", bias),) if bias is not None else ())):
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise LossArgumentError(f"{name} must be of a floating dtype, got {a.dtype}.")
+        if a.dtype.itemsize < 2:
+            raise LossArgumentError(f"{name} must have at least 16 bits, got {a.dtype}: cast it first.")
     if weights.ndim != 2 or x.ndim < 1 or x.shape[-1] != weights.shape[0]:
         raise LossArgumentError(
             f"weights must be [columns of x, vocabulary], got {weights.shape} for x of shape {x.shape}. "

@@ -1,5 +1,6 @@
 """`grouped_matmul` and `ragged_dot` as users call them: every backend, every transformation, every wrong argument."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,6 +11,8 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.kernels.grouped_matmul.dimensions import TileSizeError
+from ejkernel.kernels.grouped_matmul.groups import local_groups
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.xla import XlaConfig
 from ejkernel.modules import (
@@ -267,6 +270,48 @@ def test_sizes_whose_sum_overflows_are_cut():
     assert close(call(LHS, RHS, jnp.array([3, most, most])), grouped_matmul(LHS, RHS, jnp.array([3, 37, 0])))
 
 
+def test_sizes_are_cut_where_the_rows_end():
+    """Kernels rely on it: their tables of work have room for the rows that there are."""
+    sizes = jnp.array([3, -2, 5, 9, 4])
+    assert local_groups(sizes, None, 5, 10).sizes.tolist() == [3, 0, 5, 2, 0]
+    assert local_groups(sizes, 2, 2, 10).sizes.tolist() == [5, 2]
+    assert local_groups(sizes, 4, 1, 10).first_row == 10
+    most = jnp.array([2**32 - 1, 7], jnp.uint32)
+    assert local_groups(most, None, 2, 10).sizes.tolist() == [10, 0]
+    rows = 8_000_000
+    assert local_groups(jnp.full(300, rows), None, 300, rows).sizes.tolist() == [rows, *[0] * 299]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_64_bits_may_be_enabled(dtype):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        lhs, rhs = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((40, 8), (3, 8, 16)))
+        of = lambda fn: jax.grad(lambda a, b: fn(a, b, jnp.array([11, 0, 23])).astype(float).sum(), (0, 1))(lhs, rhs)
+        for got, want in zip(of(grouped_matmul), of(jax.lax.ragged_dot), strict=True):
+            np.testing.assert_allclose(
+                got.astype(float), want.astype(float), rtol=1e-2 if dtype == "bfloat16" else 1e-5
+            )
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "float32")])
+def test_a_float8_operand_has_gradients_and_is_not_copied(dtypes):
+    lhs, rhs, sizes = jnp.ones((40, 8), dtypes[0]), jnp.ones((3, 8, 16), dtypes[1]), jnp.array([11, 0, 23])
+    grads = jax.grad(lambda *a: grouped_matmul(*a, sizes).astype("float32").sum(), (0, 1))(lhs, rhs)
+    assert [g.dtype.name for g in grads] == list(dtypes)
+    assert (float(grads[0][0, 0]), float(grads[1][0, 0, 0])) == (16.0, 11.0)
+    shapes = [((1, 1024), dtypes[0]), ((16, 1024, 1024), dtypes[1]), ((16,), "int32")]
+    lowered = jax.jit(grouped_matmul).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize("make", [XlaConfig, TritonConfig, TpuConfig])
+def test_sizes_of_configs_are_above_zero(make):
+    name = dataclasses.fields(make)[0].name
+    with pytest.raises(TileSizeError, match=rf"sizes must be integers above 0, got {name}=0"):
+        make(**{name: 0})
+
+
 @pytest.mark.parametrize("offset", [-9, -5, -2, -1, 3, 9])
 def test_an_offset_inside_of_a_program_may_be_outside_of_the_groups(offset):
     existing = jnp.ones((40, 16))
@@ -304,6 +349,7 @@ def test_float8_is_summed_in_float32():
         ({"group_offset": jnp.arange(2)}, "group_offset must be one integer"),
         ({"existing_out": jnp.zeros((40, 8))}, r"existing_out must be float32\[40, 16\]"),
         ({"existing_out": jnp.zeros((40, 16), jnp.bfloat16)}, "got bfloat16"),
+        ({"existing_out": 0.0}, r"existing_out must be float32\[40, 16\], as the result, got float"),
         ({"precision": "best"}, "precision must be"),
         ({"preferred_element_type": "float31"}, "preferred_element_type must be a dtype"),
         ({"cfg": 3}, "cfg must be a GroupedMatmulConfig"),

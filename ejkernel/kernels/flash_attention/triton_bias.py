@@ -63,8 +63,8 @@ def _kernel(refs: Any, out_ref: Any, *, cut: Cut, shared: tuple[int, int], heads
 def _place(n: Any, each: int) -> tuple[Any, Any]:
     """Quotient and remainder, in the dtype of `n`."""
     n = jnp.asarray(n)
-    each = jnp.asarray(each, n.dtype)
-    return lax.div(n, each), lax.rem(n, each)
+    by = jnp.asarray(each, n.dtype)
+    return lax.div(n, by), lax.rem(n, by)
 
 
 def _spans(cut: Cut, j: Any) -> masks.Spans:

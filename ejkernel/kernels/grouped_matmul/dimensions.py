@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
+
+from ejkernel.errors import EjkernelError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,18 @@ class Dimensions:
         return None
 
 
+class TileSizeError(EjkernelError, ValueError):
+    """A config has a size that is no number above 0."""
+
+
+def check_sizes(cfg: Any) -> None:
+    """Refuses a config of which a number is not above 0."""
+    sizes = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    wrong = [f"{name}={x!r}" for name, x in sizes.items() if not isinstance(x, Integral) or x < 1]
+    if wrong:
+        raise TileSizeError(f"{type(cfg).__name__}: sizes must be integers above 0, got {', '.join(wrong)}.")
+
+
 def product(lhs: Any, rhs: Any, *, transpose_rhs: bool = False, out_dtype: Any = None) -> Dimensions:
     """Those of a forward pass."""
     groups, k, n = rhs.shape if not transpose_rhs else (rhs.shape[0], rhs.shape[2], rhs.shape[1])
@@ -66,6 +81,14 @@ def contraction(lhs: Any, dout: Any, groups: int, *, out_dtype: Any = None) -> D
 
 
 def _dimensions(lhs: Any, other: Any, groups: int, k: int, n: int, out_dtype: Any) -> Dimensions:
-    out_dtype = jnp.result_type(lhs.dtype, other.dtype) if out_dtype is None else out_dtype
+    out_dtype = common_dtype(lhs.dtype, other.dtype) if out_dtype is None else out_dtype
     dtypes = (jnp.dtype(lhs.dtype), jnp.dtype(other.dtype))
     return Dimensions(rows=lhs.shape[0], groups=groups, k=k, n=n, dtypes=dtypes, out_dtype=jnp.dtype(out_dtype))
+
+
+def common_dtype(a: Any, b: Any) -> Any:
+    """The dtype to which both are promoted; of a float8 and another one, which JAX does not promote, the other."""
+    a, b = jnp.dtype(a), jnp.dtype(b)
+    if not any(d.name.startswith("float8") for d in (a, b)) or a == b:
+        return jnp.result_type(a, b)
+    return next((d for d in (a, b) if not d.name.startswith("float8")), jnp.dtype(jnp.bfloat16))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
+_MOST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ class Local:
 def local_groups(group_sizes: Array, group_offset: Array | int | None, count: int, rows: int) -> Local:
     """The `count` groups from `group_offset` on; `group_sizes` covers all of them.
 
-    Negative sizes count as 0, and those above `rows` as `rows`, so that sums do not overflow.
+    Negative sizes count as 0. What lies past the last row does not count: no sum is more than `rows`, which the kernels
+    rely on.
     """
-    sizes = jnp.clip(jnp.asarray(group_sizes, jnp.int32), 0, rows)
+    sizes = _inside(group_sizes, rows)
     if group_offset is None:
         return Local(sizes, None)
     offset = jnp.asarray(group_offset, jnp.int32).reshape(())
@@ -38,6 +40,23 @@ def local_groups(group_sizes: Array, group_offset: Array | int | None, count: in
     padded = jnp.pad(sizes, (count, count))
     first = jnp.clip(offset, -count, sizes.shape[0]) + count
     return Local(lax.dynamic_slice(padded, (first,), (count,)), before)
+
+
+def _inside(group_sizes: Array, rows: int) -> Array:
+    """The sizes of groups, cut where the rows end."""
+    sizes = jnp.asarray(group_sizes)
+    if jnp.iinfo(sizes.dtype).max > _MOST:
+        sizes = jnp.minimum(sizes, _MOST)
+    sizes = jnp.clip(sizes.astype(jnp.int32), 0, rows)
+    count = sizes.shape[0]
+    if isinstance(rows, int) and rows * count > _MOST:
+        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes.astype(jnp.uint32)).astype(jnp.int32)
+        return jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32))
+    # One sum over pairs: of a scan, XLA makes several kernels.
+    pairs = lax.broadcast_in_dim(sizes, (count, count), (1,))
+    group, other = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
+    ends = jnp.sum(jnp.where(other <= group, pairs, 0), axis=1, dtype=jnp.int32)
+    return jnp.minimum(ends, rows) - jnp.minimum(ends - sizes, rows)
 
 
 def bounds(group_sizes: Array, rows: int, first_row: Array | None = None) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ import itertools
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions, check_sizes
 from ejkernel.kernels.grouped_matmul.workloads import draw_group_sizes
 from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
 
@@ -32,6 +32,9 @@ class TritonConfig:
     block_k: int = 32
     num_warps: int = 8
     num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
 
     def unfit(self, item_bytes: int = 2) -> str | None:
         """Says why this config cannot run with elements of `item_bytes`, or `None` if it can."""
@@ -77,6 +80,9 @@ class TpuConfig:
     block_m: int = 512
     block_k: int = 512
     block_n: int = 512
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
 
     def vmem_bytes(self, item_bytes: int, out_bytes: int, *, contraction: bool = False) -> int:
         """Fast memory of a step: both operands and the result twice, the sum once, and values for want of registers.

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
+from ejkernel.kernels.grouped_matmul.dimensions import Dimensions, check_sizes, common_dtype
 from ejkernel.kernels.grouped_matmul.groups import bounds
 from ejkernel.kernels.manual_axes import axes_of, vary
 
@@ -39,6 +40,9 @@ class XlaConfig:
     rows: int = 512
     least_rows: int = 32
     steps: int = 4
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
 
     def unfit(self) -> str | None:
         """Says why this config cannot run, or `None` if it can."""
@@ -92,7 +96,7 @@ def forward(
 ) -> Array:
     """Returns `[M, N]`: rows of a group times its weights, zeros in rows of no group."""
     (rows, k), n = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
-    out_dtype = jnp.dtype(jnp.result_type(lhs, rhs) if out_dtype is None else out_dtype)
+    out_dtype = jnp.dtype(common_dtype(lhs.dtype, rhs.dtype) if out_dtype is None else out_dtype)
     if rhs.shape[0] == 0 or 0 in (rows, n):
         return jnp.zeros((rows, n), out_dtype)
     starts, ends = bounds(group_sizes, rows, first_row)
@@ -118,9 +122,9 @@ def forward(
             part = jnp.where(inside[:, None], part, jnp.zeros_like(part))
 
             def columns(g, column, out):
-                old = lax.dynamic_slice(out, (row, column), (size, room.columns))
+                old = _part(out, (row, column), (size, room.columns))
                 new = product(part, weights_of(g, column) if weights is None else weights)
-                return lax.dynamic_update_slice(out, jnp.where(inside[:, None], new, old), (row, column))
+                return _updated(out, jnp.where(inside[:, None], new, old), (row, column))
 
             # With parts of the columns inside, the rows are sliced once.
             return columns(g, 0, out) if room.is_whole else room.over_columns(cut.start < cut.end, g, columns, out)
@@ -130,7 +134,7 @@ def forward(
 
             def whole(row, size, out):
                 part = _slice(lhs, (row, 0), (size, k))
-                return lax.dynamic_update_slice(out, product(part, weights), (row, column))
+                return _updated(out, product(part, weights), (row, column))
 
             out = cut.over_rest(partial(rest, weights=weights), out) if room.is_whole else out
             return cut.over_whole(whole, out)
@@ -139,7 +143,7 @@ def forward(
             return room.over_columns(cut.start < cut.end, g, columns, out)
         return room.over_columns(cut.count > 0, g, columns, cut.over_rest(rest, out))
 
-    return _floats(lax.fori_loop(0, rhs.shape[0], group, out)[:rows], out_dtype)
+    return _floats(_loop(rhs.shape[0], group, out)[:rows], out_dtype)
 
 
 def drhs(
@@ -154,7 +158,7 @@ def drhs(
 ) -> Array:
     """Returns `[G, K, N]`: rows of lhs of each group, transposed, times its rows of dout."""
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
-    out_dtype = jnp.dtype(jnp.result_type(lhs, dout) if out_dtype is None else out_dtype)
+    out_dtype = jnp.dtype(common_dtype(lhs.dtype, dout.dtype) if out_dtype is None else out_dtype)
     out = jnp.zeros((groups, k, n), out_dtype)
     if 0 in (groups, rows, n):
         return out
@@ -177,38 +181,67 @@ def drhs(
             return _slice(lhs, (row, 0), (size, k)), _slice(dout, (row, column), (size, room.columns))
 
         def whole(row, size, sums):
-            new = lax.dynamic_slice(sums, at, (1, k, room.columns)) + product(*parts(row, size))[None]
-            return lax.dynamic_update_slice(sums, new, at)
+            new = _part(sums, at, (1, k, room.columns)) + product(*parts(row, size))[None]
+            return _updated(sums, new, at)
 
         def rest(row, size, inside, sums):
             # Both operands: values outside the group need not be finite.
             new = product(*(jnp.where(inside[:, None], x, jnp.zeros_like(x)) for x in parts(row, size)))
-            return lax.dynamic_update_slice(sums, new[None], at)
+            return _updated(sums, new[None], at)
 
         cut = _Cut.of(cfg, lhs.shape[0], room.rows, starts[g], ends[g])
         # The rest first: it replaces the zeros, and a group without large pieces needs no sum.
         sums = cut.over_whole(whole, cut.over_rest(rest, own))
         if own is out:
             return sums
-        return lax.dynamic_update_slice(out, _bits(sums.astype(out_dtype)), (g, 0, column))
+        return _updated(out, _bits(sums.astype(out_dtype)), (g, 0, column))
 
     def group(g, out):
         return room.over_columns(starts[g] < ends[g], g, columns, out)
 
-    return _floats(lax.fori_loop(0, groups, group, vary(_bits(out), axes)), out_dtype)
+    return _floats(_loop(groups, group, vary(_bits(out), axes)), out_dtype)
+
+
+def _loop(count: Any, body: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """`lax.fori_loop` from 0 on, in 32 bits: with 64 bits enabled, indices of both kinds would meet."""
+    return lax.fori_loop(
+        np.int32(0), np.int32(count) if isinstance(count, int) else count.astype(jnp.int32), body, carry
+    )
+
+
+def _part(x: Array, start: tuple[Any, ...], sizes: tuple[Any, ...]) -> Array:
+    return lax.dynamic_slice(x, _indices(start), sizes)
+
+
+def _updated(x: Array, part: Array, start: tuple[Any, ...]) -> Array:
+    return lax.dynamic_update_slice(x, part, _indices(start))
+
+
+def _indices(start: tuple[Any, ...]) -> tuple[Array, ...]:
+    return tuple(jnp.asarray(i, jnp.int32) for i in start)
 
 
 def _slice(x: Array, start: tuple[Any, ...], sizes: tuple[Any, ...]) -> Array:
     """The `_bits` of a slice of `x`."""
-    if x.dtype == jnp.bfloat16:
+    start = _indices(start)
+    if _bits_of(x.dtype) is not None:
         # Otherwise XLA would make all of `x` integers, ahead of the loop that the slice is in.
         x, start = lax.optimization_barrier((x, start))
     return lax.dynamic_slice(_bits(x), start, sizes)
 
 
+def _bits_of(dtype: Any) -> Any:
+    """Integers in which values of `dtype` are sliced: else XLA's CPU compiler makes the whole array float32."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bfloat16:
+        return jnp.uint16
+    return jnp.uint8 if dtype.name.startswith("float8") else None
+
+
 def _bits(x: Array) -> Array:
-    """Bfloat16 as integers: for a slice of it, XLA's CPU compiler makes the whole array float32."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+    """A value as integers, if there are some for its dtype."""
+    bits = _bits_of(x.dtype)
+    return x if bits is None else lax.bitcast_convert_type(x, bits)
 
 
 def _floats(x: Array, dtype: Any) -> Array:
@@ -246,7 +279,7 @@ class _Room:
         # Bytes for each element of [k, columns] and of [rows, columns]; a part of lhs is there with and without a mask.
         by_k, by_rows = (wide, wide + narrow(out.dtype)) if out.ndim == 2 else (2 * wide + narrow(out.dtype), 2 * wide)
         by_part = 2 * wide + narrow(dtypes[0])
-        copies = 3 if out.dtype == jnp.bfloat16 else 4  # One is its bits.
+        copies = 4 if _bits_of(out.dtype) is None else 3  # One is its bits.
         room = max(copies * out.size * out.dtype.itemsize, _LEAST_BYTES) * 15 // 16
         most = min(most, max(room // (4 * max(k, 1) * by_part), _LEAST_ROWS))
         fit = max((room - most * k * by_part) // max(k * by_k + most * by_rows, 1) // _ALIGNED, 1) * _ALIGNED
@@ -267,7 +300,7 @@ class _Room:
             # otherwise copy the weights of a group that has no rows.
             return body(g + i // count, jnp.minimum(i * self.columns, self.n - self.columns), carry)
 
-        return lax.fori_loop(0, jnp.where(some, count, 0), part, carry)
+        return _loop(jnp.where(some, count, 0), part, carry)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +337,7 @@ class _Cut:
         if self._one_piece(self.sizes, self.rows):
             return carry
         size = self.sizes[-1]
-        return lax.fori_loop(0, self.count, lambda i, carry: body(self.start + i * size, size, carry), carry)
+        return _loop(self.count, lambda i, carry: body(self.start + i * size, size, carry), carry)
 
     def over_rest(self, body: Callable[[Array, int, Array, Any], Any], carry: Any) -> Any:
         """Runs `body` for the rest, if there is one; the piece may reach past it, so it also gets which rows count."""
@@ -320,7 +353,7 @@ class _Cut:
 
         for below, size in zip([0, *self.sizes], self.sizes, strict=False):
             once = ((left > below) & (left <= size)).astype(jnp.int32)
-            carry = lax.fori_loop(0, once, partial(piece, size=size), carry)
+            carry = _loop(once, partial(piece, size=size), carry)
         return carry
 
 
