@@ -15,6 +15,8 @@ from ejkernel.modules.layer_norm import LayerNormConfig as LayerNormConfig
 from ejkernel.modules.layer_norm import layer_norm as layer_norm
 from ejkernel.modules.linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from ejkernel.modules.linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
+from ejkernel.modules.linear_cross_entropy import LossGradients as LossGradients
+from ejkernel.modules.linear_cross_entropy import LossGradientsConfig as LossGradientsConfig
 from ejkernel.modules.linear_cross_entropy import LossStatistics as LossStatistics
 from ejkernel.modules.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from ejkernel.modules.rms_norm import RmsNorm as RmsNorm

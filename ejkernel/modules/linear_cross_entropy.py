@@ -100,6 +100,29 @@ class LossGradients(_Loss[LossGradientsConfig], op_id="linear_cross_entropy_grad
 
     backends = _backends("_gradients")
 
+    def arguments(
+        self,
+        x: Any,
+        weights: Any,
+        labels: Any,
+        bias: Any,
+        factor: Any,
+        *,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logits_soft_cap: float | None = None,
+        axis_name: Any = None,
+        batch_axis_name: Any = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks the arguments."""
+        _check_shapes(x, weights, labels, bias)
+        if not hasattr(factor, "shape") or factor.shape != labels.shape:
+            got = getattr(factor, "shape", type(factor).__name__)
+            raise LossArgumentError(f"factor must be an array of shape {labels.shape}, one per row of x, got {got}.")
+        kind = _checked_kind(ignore_index, label_smoothing, z_loss, logits_soft_cap)
+        return (x, weights, labels, bias, factor), {**kind, "axis_name": axis_name, "batch_axis_name": batch_axis_name}
+
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX, with all logits in memory."""
         return plain_gradients(*args, **kwargs)
@@ -138,19 +161,8 @@ class LinearCrossEntropy(_Loss[LinearCrossEntropyConfig], op_id="linear_cross_en
         _check_shapes(x, weights, labels, bias)
         if reduction not in get_args(Reduction):
             raise LossArgumentError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}.")
-        known = partial(static.number, error=LossArgumentError)
-        label_smoothing, z_loss = known("label_smoothing", label_smoothing), known("z_loss", z_loss)
-        if not 0.0 <= label_smoothing < 1.0:
-            raise LossArgumentError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}.")
-        if logits_soft_cap is not None and not 0.0 < known("logits_soft_cap", logits_soft_cap) < math.inf:
-            raise LossArgumentError(
-                f"logits_soft_cap must be above 0 and finite, or None for no cap, got {logits_soft_cap}."
-            )
         kwargs = {
-            "ignore_index": _index(ignore_index),
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+            **_checked_kind(ignore_index, label_smoothing, z_loss, logits_soft_cap),
             "reduction": reduction,
             "axis_name": axis_name,
             "batch_axis_name": batch_axis_name,
@@ -201,6 +213,24 @@ class LinearCrossEntropy(_Loss[LinearCrossEntropyConfig], op_id="linear_cross_en
     def reference(self, *args: Any, platform: str | None = None, **kwargs: Any) -> Any:
         """Plain JAX, with all logits in memory."""
         return plain(*args, **kwargs)
+
+
+def _checked_kind(ignore_index: Any, label_smoothing: Any, z_loss: Any, logits_soft_cap: Any) -> dict[str, Any]:
+    """What kind of loss it is."""
+    known = partial(static.number, error=LossArgumentError)
+    label_smoothing, z_loss = known("label_smoothing", label_smoothing), known("z_loss", z_loss)
+    if not 0.0 <= label_smoothing < 1.0:
+        raise LossArgumentError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}.")
+    if logits_soft_cap is not None and not 0.0 < known("logits_soft_cap", logits_soft_cap) < math.inf:
+        raise LossArgumentError(
+            f"logits_soft_cap must be above 0 and finite, or None for no cap, got {logits_soft_cap}."
+        )
+    return {
+        "ignore_index": _index(ignore_index),
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+    }
 
 
 def _kind(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ SPARSE_TILE_SCORES = 1 << 15
 """The same for calls whose arrays leave out tiles: of large ones less is left out."""
 ONE_TILE_SCORES = 1 << 22
 """With fewer there is one tile for all: large steps are spread over all cores, which those of a loop are not."""
+LONG = 2048
+"""Keys from which on little is lost at the edge of a band: tiles are then as large as without one."""
 FEW_KEYS = 512
 """Up to so many, a tile has all keys."""
 
@@ -40,7 +42,7 @@ def default_blocks(
     if heads * q_len * kv_len < ONE_TILE_SCORES and not sparse:
         return q_len, kv_len
     if banded:
-        most //= 2
+        most //= 2 if kv_len < LONG else 1
         rows, cols = (max(128, min(block, length // 32 * 16)) for block, length in ((rows, q_len), (cols, kv_len)))
     elif kv_len <= FEW_KEYS and not sparse:
         return fitted(max(64, most // (heads * kv_len) // 16 * 16), q_len), kv_len
