@@ -26,16 +26,16 @@ Array = jax.Array
 
 def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
     """The guess, and other tiles."""
-    return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
+    return [FwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv, backward=False)]
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
     """The guess, and other tiles."""
-    return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv)]
+    return [BwdParams(q_blocksize=rows, kv_blocksize=cols) for rows, cols in _blocks(inv, backward=True)]
 
 
-def _blocks(inv: Invocation[Any, Any]) -> list[tuple[int, int]]:
-    return xla_blocks.space(Attention.of(inv.args, inv.kwargs))
+def _blocks(inv: Invocation[Any, Any], *, backward: bool) -> list[tuple[int, int]]:
+    return xla_blocks.space(Attention.of(inv.args, inv.kwargs), backward=backward)
 
 
 def forward(
@@ -130,7 +130,7 @@ def _backward(
     *,
     all_tiles: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
-    tiles = Tiles.of(Attention(query, key, value, extras, rules), params, all_tiles=all_tiles)
+    tiles = Tiles.of(Attention(query, key, value, extras, rules), params, all_tiles=all_tiles, backward=True)
     dout = tiles.by_group(dout, query.shape[1])
     # Rows of padding have no weights.
     lse = tiles.by_group(lse.swapaxes(1, 2), query.shape[1], fill=jnp.inf)
@@ -166,7 +166,7 @@ def _backward_columns(tiles: Tiles, saved: tuple[Array, Array, Array], carry: An
         if dbias is not None:
             dbias = tiles.add_to_bias(dbias, ds, i, j)
         ds = ds * slope
-        dk = dk + tiles.products.onto_keys(ds, q) * rules.scale
+        dk = dk + tiles.products.onto_keys(ds, q) * tiles.scale
         dq = tiles.products.weighted(ds, k) * rules.scale
         return tiles.add_to_rows(dq_all, dq, i), dbias, dk, dv
 

@@ -11,7 +11,9 @@ TILE_SCORES = 1 << 20
 SPARSE_TILE_SCORES = 1 << 15
 """The same for calls whose arrays leave out tiles: of large ones less is left out."""
 ONE_TILE_SCORES = 1 << 22
-"""With fewer there is one tile for all: large steps are spread over all cores, which those of a loop are not."""
+"""With fewer there is one tile for all: large steps are spread over all cores, which those of a loop are not. With half
+as many, the four arrays of a backward are less than 32 MiB, which the C library does not hand back after each call.
+Where a band leaves out tiles, that decides."""
 LONG = 2048
 """Keys from which on little is lost at the edge of a band: tiles are then as large as without one."""
 FEW_KEYS = 512
@@ -29,7 +31,7 @@ def folds(call: Attention) -> bool:
 
 
 def default_blocks(
-    heads: int, q_len: int, kv_len: int, *, sparse: bool = False, banded: bool = False
+    heads: int, q_len: int, kv_len: int, *, sparse: bool = False, banded: bool = False, backward: bool = False
 ) -> tuple[int, int]:
     """Rows and columns of a tile: as large as `TILE_SCORES` allows for all `heads` of the batch together.
 
@@ -39,7 +41,7 @@ def default_blocks(
     """
     heads, most = known(heads), SPARSE_TILE_SCORES if sparse else TILE_SCORES
     q_len, kv_len, rows, cols = max(q_len, 1), max(kv_len, 1), 512, 256
-    if heads * q_len * kv_len < ONE_TILE_SCORES and not sparse:
+    if heads * q_len * kv_len < ONE_TILE_SCORES // (2 if banded and backward else 1) and not sparse:
         return q_len, kv_len
     if banded:
         most //= 2 if kv_len < LONG else 1
@@ -67,20 +69,21 @@ def fitted(block: int, length: int) -> int:
     return length if block >= length else -(-length // (-(-length // block) * 16)) * 16
 
 
-def space(call: Attention) -> list[tuple[int, int]]:
+def space(call: Attention, *, backward: bool) -> list[tuple[int, int]]:
     """The guess, and other tiles for all heads at once: a handful must fit a cache, and there are few small ones."""
     (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
     many = known(batch * heads)
     sizes = (128, 256, 512, 1024) if many <= 32 else (64, 128, 256, 512)
     all_blocks = [(fitted(rows, q_len), fitted(cols, kv_len)) for rows in sizes for cols in sizes]
     small = [b for b in all_blocks if many * b[0] * b[1] <= 4 * TILE_SCORES]
-    return [guess(call), *small]
+    return [guess(call, backward=backward), *small]
 
 
-def guess(call: Attention) -> tuple[int, int]:
+def guess(call: Attention, *, backward: bool) -> tuple[int, int]:
     """Rows and columns of a tile of an untuned call."""
     (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
     if folds(call):
         return q_len, kv_len
     banded = call.rules.lower is not None or call.rules.upper is not None
-    return default_blocks(batch * heads, q_len, kv_len, sparse=_is_sparse(call.extras), banded=banded)
+    kind = {"sparse": _is_sparse(call.extras), "banded": banded, "backward": backward}
+    return default_blocks(batch * heads, q_len, kv_len, **kind)

@@ -42,13 +42,17 @@ class Tiles:
     q_len: int
     kv_len: int
     few_queries: bool
+    scale: float
+    """What products with queries still have to be multiplied by."""
 
     @classmethod
-    def of(cls, call: Attention, params: FwdParams | BwdParams | None, *, all_tiles: bool) -> Tiles:
+    def of(
+        cls, call: Attention, params: FwdParams | BwdParams | None, *, all_tiles: bool, backward: bool = False
+    ) -> Tiles:
         query, key, value, extras, rules = call
         batch, q_len, heads, _ = query.shape
         kv_len, kv_heads = key.shape[1:3]
-        guess = xla_blocks.guess(call)
+        guess = xla_blocks.guess(call, backward=backward)
         rows = min(params.q_blocksize, max(q_len, 1)) if params and params.q_blocksize else guess[0]
         cols = min(params.kv_blocksize, max(kv_len, 1)) if params and params.kv_blocksize else guess[1]
 
@@ -74,6 +78,11 @@ class Tiles:
             q_positions=on(pad_q, extras.q_positions),
             kv_positions=on(pad_kv, extras.kv_positions),
         )
+        scale = rules.scale
+        if _narrow(query.dtype) == (wide := masks.accumulator(query.dtype)):
+            # Not the scores: where a compiler rounds `scores * scale - maximum` once and where twice is its choice, and
+            # for large logits the weights of forward and backward would differ. With fewer bits it would be less exact.
+            query, scale = query.astype(wide) * rules.scale, 1.0
         q = pad_q(query).swapaxes(1, 2)
         return cls(
             q=q.reshape(batch, kv_heads, heads // kv_heads, *q.shape[2:]),
@@ -90,6 +99,7 @@ class Tiles:
             q_len=q_len,
             kv_len=kv_len,
             few_queries=xla_blocks.folds(call),
+            scale=scale,
         )
 
     @property
@@ -138,25 +148,18 @@ class Tiles:
 
     @property
     def products(self) -> Products:
-        """Products in the arguments' own dtype, summed in float32; CPUs multiply float32 fastest."""
-        on_cpu = jax.default_backend() == "cpu"
+        """Those of the arguments, summed in float32."""
         return Products(
-            narrow=self.dtype if on_cpu else self.q.dtype,
+            narrow=_narrow(self.k.dtype),
             dtype=self.dtype,
             precision=self.rules.precision,
-            folded=on_cpu and self.few_queries and self.q_blocks == self.kv_blocks == 1,
+            folded=jax.default_backend() == "cpu" and self.few_queries and self.q_blocks == self.kv_blocks == 1,
         )
 
     def scores(self, q: Array, i: Array, j: Array, masked: bool) -> tuple[Array, Any]:
         """Logits of a tile, and the slope of the soft cap at each."""
         rules = self.rules
-        products, k = self.products, self.kv_block(self.k, j)
-        if products.narrow == self.dtype:
-            # Not the scores: where a compiler rounds `scores * scale - maximum` once and where twice is its choice, and
-            # for large logits the weights of forward and backward would differ.
-            s = products.scores(q.astype(self.dtype) * rules.scale, k)
-        else:
-            s = products.scores(q, k) * rules.scale  # A scaled query would be rounded to few bits.
+        s = self.products.scores(q, self.kv_block(self.k, j)) * self.scale
         if rules.logits_dtype != s.dtype.name:
             s = s.astype(rules.logits_dtype).astype(self.dtype)
         slope: Any = 1.0
@@ -259,6 +262,11 @@ class Tiles:
         other = None if upper is None else -upper, None if lower is None else -lower
         spans = masks.spans(j * self.cols, self.cols, self.rows, self.q_blocks * self.rows, *other)
         return _over(spans, _same, step, carry)
+
+
+def _narrow(dtype: Any) -> Any:
+    """The dtype in which arguments are multiplied: their own, but CPUs multiply float32 fastest."""
+    return masks.accumulator(dtype) if jax.default_backend() == "cpu" else jnp.dtype(dtype)
 
 
 def _over(spans: masks.Spans, at: Callable[[Array], Array], step: Step, carry: Any) -> Any:
