@@ -78,7 +78,8 @@ def forward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
 def gradients_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
     """The guess, and other chunks of a loss with gradients, in as much memory."""
     first = _guess_of(inv)
-    sizes = [(first.rows, 2048), (first.rows, 4096), (first.rows, 8192), (first.rows // 2, first.columns)]
+    fewer = [c for c in (2048, 4096, 8192) if c < (first.columns or 0)]
+    sizes = [*((first.rows, c) for c in fewer), (first.rows // 2, first.columns)]
     return [first, *(ChunkParams(rows=r, columns=c, loss_rows=first.loss_rows) for r, c in sizes if r > 0)]
 
 
