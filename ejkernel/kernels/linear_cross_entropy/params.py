@@ -61,11 +61,17 @@ def guess(rows: int, weights: Any) -> ChunkParams:
     loss_rows = max(LOSS_BYTES[device_kind()] // (width * weights.dtype.itemsize), 1)
     loss_rows = min(1 << (loss_rows.bit_length() - 1), rows)
     if device_kind() == "cpu":
-        return ChunkParams(rows=min(rows, 256), columns=4096, loss_rows=loss_rows)
+        return ChunkParams(rows=min(rows, 256), columns=_even(width, 4096), loss_rows=loss_rows)
     wide = kept_dtype(weights).itemsize > 2
     return ChunkParams(
         rows=rows if rows <= (height if wide else 2 * height) else height, columns=16384, loss_rows=loss_rows
     )
+
+
+def _even(width: int, most: int) -> int:
+    """At most so many columns, of which a whole number makes the width, if there is one above half of it."""
+    least = -(-width // most)
+    return next((width // n for n in range(least, 2 * least + 1) if width % n == 0), most)
 
 
 def forward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
