@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ejkernel.errors import EjkernelError
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowParams:
@@ -21,6 +23,10 @@ class RowParams:
     programs: int = 0
 
 
+class RingSizeError(EjkernelError, ValueError):
+    """A ring of rows cannot have so few."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MosaicRows:
     """How rows are dealt out to blocks that stay, with a ring of rows in shared memory.
@@ -35,4 +41,4 @@ class MosaicRows:
 
     def __post_init__(self) -> None:
         if self.stages < 2 or self.blocks < 1:
-            raise ValueError(f"MosaicRows: stages must be at least 2 and blocks at least 1, got {self}.")
+            raise RingSizeError(f"MosaicRows: stages must be at least 2 and blocks at least 1, got {self}.")

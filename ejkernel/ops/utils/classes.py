@@ -50,13 +50,18 @@ def remember(cls: type) -> str:
 
 
 def find(name: str, candidates: tuple[type, ...] = ()) -> type | None:
-    """Record or Enum class called `name`: among `candidates`, in loaded modules, or the only candidate."""
+    """Record or Enum class called `name`: among `candidates`, in loaded modules, or the only candidate.
+
+    Of several candidates, the only one that has this name in another module.
+    """
     named = [c for c in candidates if name_of(c) == name]
     found = named[0] if named else _loaded(name) or _written.get(name)
     if found is not None and (not candidates or issubclass(found, candidates)):
         return found
     # The class was renamed or moved; whether it is still the same is checked by its fields.
-    return candidates[0] if len(candidates) == 1 else found
+    own = lambda written: written.partition(":")[2]
+    moved = candidates if len(candidates) == 1 else [c for c in candidates if own(name_of(c)) == own(name)]
+    return moved[0] if len(moved) == 1 else found
 
 
 def within(hint: Any) -> tuple[type, ...]:

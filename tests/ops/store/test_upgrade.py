@@ -77,7 +77,7 @@ def test_every_call_of_then_has_the_key_that_it_had_and_finds_its_config(cache):
 
 
 def test_calls_are_served_what_was_stored_and_not_their_guess(cache, monkeypatch):
-    monkeypatch.setattr(xla_blocks, "guess", lambda call: (64, 32))  # Today's is what was stored.
+    monkeypatch.setattr(xla_blocks, "guess", lambda call, backward: (64, 32))  # Today's is what was stored.
     executor = Executor(ConfigSelectorChain(persistent=cache))
     assert executor.choose_config(Moved(), jnp.ones(4096), power=3) == Split(1) != Moved().heuristic_cfg(power(Moved)())
     query = jnp.ones((1, 256, 2, 8))
