@@ -40,6 +40,7 @@ KERNELS = {
         for by in ("triton", "mosaic", "pallas")
     },
     ("linear_cross_entropy", "triton"): 1,
+    ("linear_cross_entropy_gradients", "triton"): 1,
     ("grouped_matmul", "mosaic"): 1,
     ("grouped_matmul", "triton"): 1,
     ("grouped_matmul", "pallas"): 1,
@@ -48,8 +49,9 @@ KERNELS = {
     ("grouped_matmul_drhs", "pallas"): 1,
 }
 """How many kernels of our own a call has; XLA's backend has none. Fewer means that something else ran."""
-SOMETIMES_MORE = {("flash_attention.vjp", "mosaic"): 2}
-"""How many more some calls have: the Hopper kernels round dK and dV by themselves where several blocks add to them."""
+SOMETIMES_MORE = {("flash_attention.vjp", "mosaic"): 2, ("linear_cross_entropy_gradients", "triton"): 1}
+"""How many more some calls have: the Hopper kernels round dK and dV by themselves where several blocks add to them, and
+of several chunks of a loss the first stands before the loop over the others."""
 
 
 def kind_of(target: Target) -> str:
