@@ -28,6 +28,8 @@ _Skip = tuple[str, ...]
 _ONLY_WORDS = ("describe_keywords",)
 """Methods that say something about a call and change nothing about how it runs."""
 _hashes: weakref.WeakKeyDictionary[type, dict[tuple[_Skip, bool], str | None]] = weakref.WeakKeyDictionary()
+_KEPT = 512
+"""How many files, classes and functions are kept as they were read: several hashes cover the same ones."""
 _parsing = threading.Lock()
 """Two threads that parse at the same time make Python 3.11 raise SystemError ("recursion depth mismatch")."""
 
@@ -125,24 +127,39 @@ def _constant(value: Any) -> str:
 
 def normal(source: str, skip: _Skip = ()) -> str:
     """Code as text that is equal for equal syntax trees, in every Python version; without the methods in `skip`."""
-    tree = ast.parse(textwrap.dedent(source))
-    for node in ast.walk(tree):
-        if skip and isinstance(node, ast.ClassDef):
-            node.body = [n for n in node.body if not (isinstance(n, ast.FunctionDef) and n.name.startswith(skip))]
-        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
-        if documented and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return _shape(tree)
+    # Only those that are there: hashes with other names to skip find most files in the cache.
+    return _normal(source, tuple(name for name in skip if f"def {name}" in source))
 
 
-def _shape(node: Any) -> str:
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 may end an f-string with an empty text.
-        node.values = [v for v in node.values if not (isinstance(v, ast.Constant) and v.value == "")]
-    if isinstance(node, ast.AST):
-        # Python versions differ in the empty fields that they add to a node.
-        fields = [f"{name}={_shape(v)}" for name, v in ast.iter_fields(node) if v is not None and v != []]
-        return f"{type(node).__name__}({','.join(fields)})"
-    return f"[{','.join(map(_shape, node))}]" if isinstance(node, list) else repr(node)
+@functools.lru_cache(maxsize=_KEPT)
+def _normal(source: str, skip: _Skip) -> str:
+    return _shape(ast.parse(textwrap.dedent(source)), skip)
+
+
+def _shape(node: Any, skip: _Skip = ()) -> str:
+    if isinstance(node, list):
+        return f"[{','.join([_shape(each, skip) for each in node])}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, getattr(node, name, None)) for name in node._fields]
+    if isinstance(node, _DOCUMENTED):
+        fields = [(name, _body(node, skip) if name == "body" else value) for name, value in fields]
+    elif isinstance(node, ast.JoinedStr):  # Python 3.12 may end an f-string with an empty text.
+        fields = [("values", [v for v in node.values if not (isinstance(v, ast.Constant) and v.value == "")])]
+    # Python versions differ in the empty fields that they add to a node.
+    shapes = [f"{name}={_shape(value, skip)}" for name, value in fields if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(shapes)})"
+
+
+_DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+
+
+def _body(node: Any, skip: _Skip) -> list[ast.stmt]:
+    """The statements of a class, function or module without its docstring, and without the methods in `skip`."""
+    body = node.body if ast.get_docstring(node, clean=False) is None else node.body[1:]
+    if not (skip and isinstance(node, ast.ClassDef)):
+        return body
+    return [n for n in body if not (isinstance(n, ast.FunctionDef) and n.name.startswith(skip))]
 
 
 def _is_ours(item: Any, package: str) -> bool:
@@ -301,14 +318,20 @@ def _module_files(name: str, package: str) -> set[Path]:
             path = Path(root, *name.split(".")[1:]).with_suffix(".py")
             if path.is_file():
                 files.add(path)
-                waiting += _imports(path)
+                waiting += _imports(path.read_text())
     return files
 
 
-def _imports(path: Path) -> Iterator[str]:
+@functools.lru_cache(maxsize=_KEPT)
+def _imports(source: str) -> tuple[str, ...]:
     """Names that a file imports, each of which may be a module or what is in one."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[str] = []
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return tuple(found)
