@@ -104,7 +104,9 @@ class Rule:
         top = jnp.max(logits, axis=1)
         exponentials = jnp.sum(jnp.exp(logits - _finite(top)[:, None]), axis=1)
         inside, local = self._local(labels, raw.shape[1])
-        picked = jnp.take_along_axis(logits, local[:, None], axis=1, mode="clip")[:, 0]
+        # Of what is in memory: taken from the float32 logits, it would have all of them written there.
+        picked = jnp.take_along_axis(raw, local[:, None], axis=1, mode="clip")[:, 0]
+        picked = self.logits(picked, None if bias is None else jnp.take(bias, local, mode="clip"))
         return Sums(top, exponentials, jnp.where(inside, picked, 0.0), self._if_smooth(logits))
 
     def _if_smooth(self, logits: Array) -> Array | None:
