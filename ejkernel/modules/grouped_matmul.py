@@ -366,15 +366,23 @@ def ragged_dot(
     precision: Any = None,
     preferred_element_type: Any = None,
     group_offset: Any = None,
+    out_sharding: None = None,
 ) -> Array:
-    """`jax.lax.ragged_dot`, argument for argument; see `grouped_matmul`."""
+    """`jax.lax.ragged_dot`, argument for argument; see `grouped_matmul`. Of `out_sharding` only None is supported."""
+    if out_sharding is not None:
+        raise GroupedMatmulArgumentError(
+            f"out_sharding must be None, got {out_sharding!r}. Give the result a sharding by jax.reshard, or call "
+            "grouped_matmul with mesh=, in_specs= and out_specs=.",
+            "ragged_dot",
+        )
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     return grouped_matmul(lhs, rhs, group_sizes, group_offset, **options)
 
 
 def _dtype_name(dtype: Any) -> str:
+    """The name of the dtype that arrays get: without 64 bits enabled, `float` is float32."""
     try:
-        return jnp.dtype(dtype).name
+        return jax.dtypes.canonicalize_dtype(dtype).name
     except TypeError:
         raise GroupedMatmulArgumentError(f"preferred_element_type must be a dtype, got {dtype!r}.") from None
 

@@ -1,6 +1,7 @@
 """`grouped_matmul` and `ragged_dot` as users call them: every backend, every transformation, every wrong argument."""
 
 import dataclasses
+import inspect
 from functools import partial
 
 import jax
@@ -154,6 +155,20 @@ def test_ragged_dot_is_that_of_lax_argument_for_argument():
     assert close(*grads)
 
 
+def test_ragged_dot_takes_every_argument_of_lax():
+    assert inspect.signature(ragged_dot).parameters.keys() >= inspect.signature(jax.lax.ragged_dot).parameters.keys()
+    assert close(ragged_dot(LHS, RHS, SIZES, None, None, None, None), ragged_dot(LHS, RHS, SIZES))
+    with pytest.raises(GroupedMatmulArgumentError, match=r"ragged_dot: out_sharding must be None, got .*reshard"):
+        ragged_dot(LHS, RHS, SIZES, out_sharding=P("x"))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("preferred", "name"), [(float, "float32"), (np.float64, "float32"), (int, "int32")])
+def test_a_result_has_no_64_bits_that_are_not_enabled(preferred, name):
+    existing = jnp.zeros((40, 16), name)
+    out = grouped_matmul(LHS, RHS, SIZES, existing_out=existing, preferred_element_type=preferred)
+    assert out.dtype.name == name
+
+
 @pytest.mark.parametrize("preferred", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, ("float16", "bfloat16"), ("bfloat16", "float32"), ("int8",) * 2])
 def test_result_has_the_dtype_of_lax(dtypes, preferred):
@@ -302,6 +317,22 @@ def test_a_float8_operand_has_gradients_and_is_not_copied(dtypes):
     assert (float(grads[0][0, 0]), float(grads[1][0, 0, 0])) == (16.0, 11.0)
     shapes = [((1, 1024), dtypes[0]), ((16, 1024, 1024), dtypes[1]), ((16,), "int32")]
     lowered = jax.jit(grouped_matmul).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize("preferred", [None, "int32", "bfloat16"])
+@pytest.mark.parametrize("dtypes", [("int4", "int4"), ("uint4", "uint4"), ("bfloat16", "int4")])
+def test_operands_of_less_than_a_byte_are_multiplied_and_not_copied(dtypes, preferred):
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.integers(0, 2, s), d) for s, d in zip(((40, 7), (3, 7, 16)), dtypes, strict=True))
+    out = ragged_dot(lhs, rhs, SIZES, None, preferred)
+    want = jax.lax.ragged_dot(lhs, rhs, SIZES, None, preferred)
+    assert out.dtype == want.dtype
+    np.testing.assert_array_equal(out.astype("float32"), want.astype("float32"))
+    shapes = [((1, 1024), dtypes[0]), ((16, 1024, 1024), dtypes[1]), ((16,), "int32")]
+    lowered = jax.jit(partial(grouped_matmul, preferred_element_type=preferred)).lower(
+        *(jax.ShapeDtypeStruct(*s) for s in shapes)
+    )
     assert lowered.compile().memory_analysis().temp_size_in_bytes <= 1 << 20
 
 

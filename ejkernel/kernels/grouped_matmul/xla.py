@@ -108,10 +108,10 @@ def forward(
 
     def weights_of(g, column):
         at = (g, column, 0) if transpose_rhs else (g, 0, column)
-        return _floats(_slice(rhs, at, shape)[0], rhs.dtype)
+        return _operand(_slice(rhs, at, shape)[0], rhs.dtype)
 
     def product(part, weights):
-        dots = lax.dot_general(_floats(part, lhs.dtype), weights, (contract, ((), ())), precision, _wide(out_dtype))
+        dots = lax.dot_general(_operand(part, lhs.dtype), weights, (contract, ((), ())), precision, _wide(out_dtype))
         return _bits(dots.astype(out_dtype))
 
     def group(g, out):
@@ -169,7 +169,7 @@ def drhs(
     wide = _wide(out_dtype)
 
     def product(a, b):
-        a, b = _floats(a, lhs.dtype), _floats(b, dout.dtype)
+        a, b = _operand(a, lhs.dtype), _operand(b, dout.dtype)
         return lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision, wide)
 
     def columns(g, column, out):
@@ -224,8 +224,8 @@ def _indices(start: tuple[Any, ...]) -> tuple[Array, ...]:
 def _slice(x: Array, start: tuple[Any, ...], sizes: tuple[Any, ...]) -> Array:
     """The `_bits` of a slice of `x`."""
     start = _indices(start)
-    if _bits_of(x.dtype) is not None:
-        # Otherwise XLA would make all of `x` integers, ahead of the loop that the slice is in.
+    if _bits_of(x.dtype) is not None or _of_bytes(x.dtype) is not None:
+        # Otherwise XLA would convert all of `x`, ahead of the loop that the slice is in.
         x, start = lax.optimization_barrier((x, start))
     return lax.dynamic_slice(_bits(x), start, sizes)
 
@@ -247,6 +247,20 @@ def _bits(x: Array) -> Array:
 def _floats(x: Array, dtype: Any) -> Array:
     """What `_bits` was given."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _operand(bits: Array, dtype: Any) -> Array:
+    """What `_bits` was given, for a product; XLA's CPU compiler refuses products of less than 8 bits in wider ones."""
+    x = _floats(bits, dtype)
+    return x.astype(wider) if (wider := _of_bytes(x.dtype)) else x
+
+
+def _of_bytes(dtype: Any) -> Any:
+    """The dtype that holds all values of a `dtype` of less than 8 bits; None of other dtypes."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        signed = jnp.issubdtype(dtype, jnp.signedinteger)
+        return (jnp.int8 if signed else jnp.uint8) if jnp.iinfo(dtype).bits < 8 else None
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8 else None
 
 
 def _padded(x: Array, cfg: XlaConfig | None) -> Array:
@@ -359,4 +373,6 @@ class _Cut:
 
 def _wide(dtype: Any) -> Any:
     """The dtype in which products are summed."""
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return jnp.float32
+    return _of_bytes(dtype) or dtype
