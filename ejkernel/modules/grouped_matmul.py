@@ -16,7 +16,7 @@ from ejkernel.errors import EjkernelError
 from ejkernel.kernels.grouped_matmul import exact
 from ejkernel.kernels.grouped_matmul.backends import CONTRACTION, PRODUCT
 from ejkernel.kernels.grouped_matmul.config import MosaicConfig, MosaicDrhsConfig
-from ejkernel.kernels.grouped_matmul.dimensions import common_dtype
+from ejkernel.kernels.grouped_matmul.dimensions import common_dtype, rounded
 from ejkernel.kernels.grouped_matmul.groups import covered, local_groups
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, Distribution, draw_group_sizes
@@ -161,8 +161,7 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
         lhs, rhs, sizes, offset, existing_out = primals
         (dout,) = cotangents
         transposed, nested = kwargs["transpose_rhs"], partial(self._nested, cfg, kwargs)
-        # Rounded to the operands' dtype, as the gradients are.
-        narrow = dout.astype(common_dtype(lhs.dtype, rhs.dtype))
+        narrow = rounded(dout, lhs.dtype, rhs.dtype)
         options = {"transpose_rhs": not transposed, "out_dtype": lhs.dtype.name}
         dlhs = nested(GroupedMatmul, (narrow, rhs, sizes, offset), cfg.dlhs_params, **options)
         pair = (narrow, lhs) if transposed else (lhs, narrow)
@@ -213,7 +212,7 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
         """Products of the rows with the gradient's gradient."""
         lhs, dout, sizes, offset = primals
         nested = partial(self._nested, cfg, kwargs, GroupedMatmul)
-        narrow = cotangents[0].astype(common_dtype(lhs.dtype, dout.dtype))
+        narrow = rounded(cotangents[0], lhs.dtype, dout.dtype)
         dlhs = nested((dout, narrow, sizes, offset), transpose_rhs=True, out_dtype=lhs.dtype.name)
         return dlhs, nested((lhs, narrow, sizes, offset), out_dtype=dout.dtype.name), None, None
 

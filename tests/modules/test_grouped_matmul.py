@@ -320,8 +320,17 @@ def test_a_float8_operand_has_gradients_and_is_not_copied(dtypes):
     assert lowered.compile().memory_analysis().temp_size_in_bytes <= 1 << 20
 
 
-@pytest.mark.parametrize("preferred", [None, "int32", "bfloat16"])
-@pytest.mark.parametrize("dtypes", [("int4", "int4"), ("uint4", "uint4"), ("bfloat16", "int4")])
+def test_small_gradients_of_float8_operands_are_not_zero():
+    lhs, rhs = jnp.ones((40, 8), "float8_e4m3fn"), jnp.full((3, 8, 16), 64, "float8_e4m3fn")
+    given = jnp.full((40, 16), 1e-4)
+    of = lambda fn: jax.vjp(lambda lhs: fn(lhs, rhs, SIZES, preferred_element_type="float32"), lhs)[1](given)[0]
+    assert of(ragged_dot)[0, 0] == of(jax.lax.ragged_dot)[0, 0] > 0
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "preferred"),
+    [(("int4", "int4"), None), (("int4", "int4"), "int32"), (("uint4",) * 2, "bfloat16"), (("bfloat16", "int4"), None)],
+)
 def test_operands_of_less_than_a_byte_are_multiplied_and_not_copied(dtypes, preferred):
     rng = np.random.default_rng(0)
     lhs, rhs = (jnp.asarray(rng.integers(0, 2, s), d) for s, d in zip(((40, 7), (3, 7, 16)), dtypes, strict=True))
@@ -334,6 +343,27 @@ def test_operands_of_less_than_a_byte_are_multiplied_and_not_copied(dtypes, pref
         *(jax.ShapeDtypeStruct(*s) for s in shapes)
     )
     assert lowered.compile().memory_analysis().temp_size_in_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [
+        ("bfloat16", "int4"),
+        ("float32", "uint4"),
+        ("float8_e4m3fn", "int8"),
+        ("float8_e5m2", "int4"),
+        ("float16", "int8"),
+    ],
+)
+def test_rows_have_gradients_beside_weights_that_are_integers(dtype, other):
+    rng = np.random.default_rng(0)
+    lhs, rhs = jnp.asarray(rng.normal(size=(40, 8)), dtype), jnp.asarray(rng.integers(0, 4, (3, 8, 16)), other)
+    dout = jnp.asarray(rng.uniform(-0.9, 0.9, (40, 16)), "float32")
+    call = lambda lhs: ragged_dot(lhs, rhs, SIZES, preferred_element_type="float32")
+    (got,) = jax.vjp(call, lhs)[1](dout)
+    want = jax.vjp(lambda lhs: ragged_dot(lhs, rhs.astype("float32"), SIZES), lhs.astype("float32"))[1](dout)[0]
+    assert got.dtype == lhs.dtype
+    np.testing.assert_allclose(got.astype("float32"), want, atol=float(2 * jnp.finfo(dtype).eps) * abs(want).max())
 
 
 @pytest.mark.parametrize("make", [XlaConfig, TritonConfig, TpuConfig])

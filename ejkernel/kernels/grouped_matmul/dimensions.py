@@ -87,8 +87,27 @@ def _dimensions(lhs: Any, other: Any, groups: int, k: int, n: int, out_dtype: An
 
 
 def common_dtype(a: Any, b: Any) -> Any:
-    """The dtype to which both are promoted; of a float8 and another one, which JAX does not promote, the other."""
+    """The dtype to which both are promoted.
+
+    Of two that JAX does not promote: the one that is a wider float; else bfloat16 if one is a float, or int8.
+    """
     a, b = jnp.dtype(a), jnp.dtype(b)
-    if not any(d.name.startswith("float8") for d in (a, b)) or a == b:
+    if a == b or (_is_promoted(a) and _is_promoted(b)):
         return jnp.result_type(a, b)
-    return next((d for d in (a, b) if not d.name.startswith("float8")), jnp.dtype(jnp.bfloat16))
+    floats = [d for d in (a, b) if jnp.issubdtype(d, jnp.inexact)]
+    some = [d for d in floats or (a, b) if _is_promoted(d)]
+    return some[0] if some else jnp.dtype(jnp.bfloat16 if floats else jnp.int8)
+
+
+def rounded(dout: Any, a: Any, b: Any) -> Any:
+    """A cotangent in the dtype of the operands, as their gradients are; not in 8 bits, whose least value is 0.002."""
+    common = common_dtype(a, b)
+    if _is_promoted(common):
+        return dout.astype(common)
+    return dout.astype(jnp.bfloat16) if _is_promoted(dout.dtype) else dout
+
+
+def _is_promoted(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits > 8
+    return not jnp.issubdtype(dtype, jnp.integer) or jnp.iinfo(dtype).bits >= 8

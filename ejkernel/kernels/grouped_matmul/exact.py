@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.grouped_matmul import xla
-from ejkernel.kernels.grouped_matmul.dimensions import common_dtype
+from ejkernel.kernels.grouped_matmul.dimensions import rounded
 
 Array = jax.Array
 _FEW_SIZES = xla.XlaConfig(least_rows=128, steps=1)  # Each is code to compile, and this runs once or twice.
@@ -33,7 +33,7 @@ def _product_forward(*args: Any) -> tuple[Array, Any]:
 
 def _product_backward(transpose_rhs: bool, out_dtype: Any, saved: Any, dout: Array) -> tuple[Any, ...]:
     lhs, rhs, sizes, first_row = saved
-    dout = dout.astype(common_dtype(lhs.dtype, rhs.dtype))
+    dout = rounded(dout, lhs.dtype, rhs.dtype)
     options = {"first_row": first_row, "out_dtype": lhs.dtype}
     dlhs = _forward(dout, rhs, sizes, transpose_rhs=not transpose_rhs, **options)
     pair = (dout, lhs) if transpose_rhs else (lhs, dout)
@@ -55,7 +55,7 @@ def _contraction_forward(*args: Any) -> tuple[Array, Any]:
 
 def _contraction_backward(out_dtype: Any, saved: Any, given: Array) -> tuple[Any, ...]:
     lhs, dout, sizes, first_row = saved
-    given = given.astype(common_dtype(lhs.dtype, dout.dtype))
+    given = rounded(given, lhs.dtype, dout.dtype)
     dlhs = _forward(dout, given, sizes, first_row=first_row, transpose_rhs=True, out_dtype=lhs.dtype)
     return dlhs, _forward(lhs, given, sizes, first_row=first_row, out_dtype=dout.dtype), None, None
 
