@@ -36,7 +36,7 @@ test-all:  ## The suite on every supported Python that is installed.
 test-targets: $(TARGETS_STAMP)  ## Compile every backend for TPUs and GPUs that are not here.
 	JAX_PLATFORMS=cpu $(TARGETS_VENV)/bin/python -m pytest -n 2 -m targets tests/targets
 
-targets: $(TARGETS_STAMP)  ## The table of what compiles for which device, in docs/targets-table.md.
+targets: $(TARGETS_STAMP)  ## The table of what compiles for which device, in docs/targets.md and benchmarks/results/.
 	JAX_PLATFORMS=cpu $(TARGETS_VENV)/bin/python -m benchmarks.targets
 
 lint: docs $(STAMP)  ## Style, types, and the docs with warnings as errors.
