@@ -286,6 +286,13 @@ def test_bench_of_a_call_that_nobody_serves_gives_the_reason_and_exits_1(capsys,
     assert "refused: never in the mood" in out
 
 
+def test_bench_exits_1_if_only_the_reference_could_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(Picky, "reference", lambda self, x: x, raising=False)
+    code, out, _ = ejkernel(capsys, "bench", f"{HERE}:Picky", "--args", "f32[8]", "--rounds", "3", "--store", tmp_path)
+    assert code == 1
+    assert "reference" in out
+
+
 def test_bench_adds_what_is_stored(capsys, tmp_path):
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
     inv = Invocation(kernel=Doubled(), args=(x,))
