@@ -197,6 +197,9 @@ class GroupedDrhs(_Grouped[GroupedDrhsConfig], op_id="grouped_matmul_drhs"):
         precision: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments."""
+        lhs, dout, group_sizes = (
+            jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, dout, group_sizes)
+        )
         groups = int(group_sizes.shape[0]) if groups is None else groups
         _check_groups(self.op_id, group_sizes, group_offset, groups)
         if lhs.ndim != 2 or dout.ndim != 2 or lhs.shape[0] != dout.shape[0]:
@@ -268,6 +271,8 @@ def _check_groups(where: str, sizes: Any, offset: Any, groups: int) -> None:
             "covers all groups, and rhs those from the offset on.",
             where,
         )
+    if offset is not None and not hasattr(offset, "dtype") and not isinstance(offset, (int, float)):
+        raise GroupedMatmulArgumentError(f"group_offset must be one integer, got {type(offset).__name__}.", where)
     if offset is not None and (np.size(offset) != 1 or not jnp.issubdtype(jnp.result_type(offset), jnp.integer)):
         shape = np.shape(offset)
         raise GroupedMatmulArgumentError(

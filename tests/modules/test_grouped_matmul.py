@@ -413,6 +413,7 @@ def test_float8_is_summed_in_float32():
         ({"existing_out": 0.0}, r"existing_out must be float32\[40, 16\], as the result, got float"),
         ({"precision": "best"}, "precision must be"),
         ({"preferred_element_type": "float31"}, "preferred_element_type must be a dtype"),
+        ({"group_offset": "1"}, "group_offset must be one integer, got str"),
         ({"cfg": 3}, "cfg must be a GroupedMatmulConfig"),
         ({"platform": "cuda"}, "has no platform 'cuda'"),
     ],
@@ -426,6 +427,7 @@ def test_drhs_is_an_operation_of_its_own():
     dout = jax.random.normal(jax.random.key(3), (40, 16))
     want = jax.vjp(lambda r: grouped_matmul(LHS, r, SIZES), RHS)[1](dout)[0]
     assert close(GroupedDrhs()(LHS, dout, SIZES), want)
+    assert close(GroupedDrhs()(LHS, dout, SIZES.tolist()), want)
     with pytest.raises(GroupedMatmulArgumentError, match=r"grouped_matmul_drhs: .*with the same rows"):
         GroupedDrhs()(LHS, dout[1:], SIZES)
 
