@@ -522,3 +522,10 @@ def test_numbers_of_numpy_and_jax_count_as_pythons(options):
 def test_traced_scale_says_what_to_give():
     with pytest.raises(AttentionArgumentError, match="softmax_scale must be a Python number, known while tracing"):
         jax.jit(lambda s: flash_attention(*arrays(), softmax_scale=s))(0.5)
+
+
+def test_a_refused_call_does_not_change_what_the_next_one_is_told():
+    kernel = FlashAttention()
+    for wrong in (np.float32(0.1), "a", object()):
+        with pytest.raises(AttentionArgumentError, match="softmax_scale must be a Python number, known while tracing"):
+            kernel(*arrays(), softmax_scale=wrong)

@@ -14,13 +14,27 @@ from ejkernel.ops.core import dispatch
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.batched import BatchedKernel
 from ejkernel.ops.core.kernel import Invocation, Kernel, KernelDefinitionError
-from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils import arguments, classes
 from ejkernel.ops.utils.canonical import same_cfg
+from ejkernel.ops.utils.fingerprint import qualified_name
 
 
 def heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
-    """The kernel's own guess for a call, by the variant for its platform and context."""
-    return dispatch.guess(kernel, inv)
+    """The kernel's own guess for a call, by the variant for its platform and context.
+
+    Raises:
+      KernelDefinitionError: It is no config.
+    """
+    guess = dispatch.guess(kernel, inv)
+    declared = classes.of_hint(forward_of(kernel).cfg_type)
+    # A subclass may have configs of another class, but a missing return or a missing () is a mistake.
+    if (guess is None or isinstance(guess, type)) and declared and not isinstance(guess, declared):
+        wanted = " or ".join(map(qualified_name, declared))
+        raise KernelDefinitionError(
+            f"{inv.op_id}: heuristic_cfg of {qualified_name(type(source_of(kernel)))} must return a {wanted}, got "
+            f"{guess!r:.200}."
+        )
+    return guess
 
 
 def candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:

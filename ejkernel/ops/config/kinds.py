@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import types
-import typing
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -49,7 +47,7 @@ def misfit(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> str
 
     A kernel says it with the type argument of `Kernel[Cfg, Out]`, with its guess, and with its candidates.
     """
-    declared = _classes(forward_of(kernel).cfg_type)
+    declared = classes.of_hint(forward_of(kernel).cfg_type)
     if isinstance(cfg, declared) or any(isinstance(cfg, kind) for kind in _shown(inv, kernel)):
         return None
     return " or ".join(dict.fromkeys(map(qualified_name, (*declared, *_shown(inv, kernel))))) or None
@@ -69,22 +67,6 @@ def _listed(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[Any
     yield from () if isinstance(space, Mapping) else itertools.islice(space, _LISTED)
 
 
-def _classes(hint: Any) -> tuple[type, ...]:
-    """The classes to check a config with `isinstance`; empty if a type hint names none."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        members = [_classes(member) for member in typing.get_args(hint)]
-        return tuple(itertools.chain(*members)) if all(members) else ()
-    if origin is typing.Annotated:
-        return _classes(typing.get_args(hint)[0])
-    found = origin or hint
-    if typing.is_typeddict(found):
-        return (dict,)
-    if not isinstance(found, type) or found in (Any, object) or getattr(found, "_is_protocol", False):
-        return ()
-    return (float, int) if found is float else (found,)
-
-
 # --- Names ---
 
 
@@ -99,15 +81,6 @@ def is_renamed(stored: str, cls: type) -> bool:
         return issubclass(there, cls)
     packages = {module.partition(".")[0] for module in (stored.partition(":")[0], cls.__module__)}
     return len(packages) == 1 or "__main__" in packages
-
-
-def is_redefined(cls: type, wanted: Any) -> bool:
-    """Whether `cls` is an older version of `wanted`, from a notebook's cell or a reloaded module."""
-    return isinstance(wanted, type) and cls is not wanted and _place(cls) == _place(wanted)
-
-
-def _place(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
 
 
 def note_owner(kernel: Kernel[Any, Any]) -> None:
@@ -131,7 +104,7 @@ def _are_related(cls: type, other: type) -> bool:
     """Whether two classes are variants of one kernel, because both inherit its `run`, or one is a newer definition."""
     common = set(cls.__mro__) & set(other.__mro__)
     inherits = any(name == "run" or name.startswith("run_") for base in common for name in vars(base))
-    return inherits or _place(cls) == _place(other)
+    return inherits or classes.name_of(cls) == classes.name_of(other)
 
 
 def forget_owners() -> None:

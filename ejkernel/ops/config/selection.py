@@ -15,13 +15,13 @@ from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.asking import accepts, heuristic, is_candidate, leaves_no_choice, source_line, source_of
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.kinds import ConfigClassWarning, check_explicit, is_redefined, is_renamed, misfit, note_owner
+from ejkernel.ops.config.kinds import ConfigClassWarning, check_explicit, is_renamed, misfit, note_owner
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.core import context
 from ejkernel.ops.core.kernel import Invocation, Kernel
-from ejkernel.ops.utils import arguments
+from ejkernel.ops.utils import arguments, classes
 from ejkernel.ops.utils.canonical import same_cfg
 from ejkernel.ops.utils.fingerprint import current_device, is_here, qualified_name, require_here
 from ejkernel.ops.utils.services import services
@@ -283,7 +283,7 @@ class ConfigSelectorChain:
         if tier.cfg is None:
             return tier
         cls, wanted = type(tier.cfg), kernel.cfg_type
-        if is_redefined(cls, wanted):
+        if classes.is_redefined(cls, wanted):
             return Tier(tier.name, None, f"{wanted.__qualname__} was defined again since")
         wanted = misfit(inv, kernel, tier.cfg)
         if wanted is None and stored_as and not is_renamed(stored_as, cls):

@@ -84,7 +84,12 @@ class Kernel(Generic[Cfg, Out]):
             raise KernelDefinitionError(
                 f"{type(self).__name__}: name={name!r} and op_id={op_id!r} differ; they are one thing."
             )
-        self._op_id = name or op_id
+        name = op_id if name is None else name
+        if name is not None and not (isinstance(name, str) and name):
+            raise KernelDefinitionError(
+                f"{type(self).__name__}: name must be a text that is not empty, or None for the class's, got {name!r}."
+            )
+        self._op_id = name
 
     @property
     def op_id(self) -> str:

@@ -104,7 +104,9 @@ class Program:
         return self._call_bound(*args, **kwargs)
 
     def _is_about_statics(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
-        static = self._static_names.get(tuple(kwargs)) or {name for name, x in kwargs.items() if type(x) in _BY_NAME}
+        static = self._static_names.get(tuple(kwargs))
+        if static is None:
+            static = {name for name, x in kwargs.items() if type(x) in _BY_NAME}
         if isinstance(error, ValueError) and not isinstance(error, StaticFound):
             # What JAX says of an array that is given where a static value was.
             return any(arguments.is_array(x) for name in static for x in jax.tree.leaves(kwargs[name]))

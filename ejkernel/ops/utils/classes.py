@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import sys
+import types
 import typing
 import weakref
 from collections.abc import Iterator
@@ -40,6 +42,27 @@ def is_enum(cls: Any) -> bool:
 def name_of(cls: type) -> str:
     """`module:QualName`."""
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def is_redefined(cls: type, wanted: Any) -> bool:
+    """Whether `cls` is another version of `wanted`, from a notebook's cell or a reloaded module."""
+    return isinstance(wanted, type) and cls is not wanted and name_of(cls) == name_of(wanted)
+
+
+def of_hint(hint: Any) -> tuple[type, ...]:
+    """The classes to check a config with `isinstance`; empty if a type hint names none."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        members = [of_hint(member) for member in typing.get_args(hint)]
+        return tuple(itertools.chain(*members)) if all(members) else ()
+    if origin is typing.Annotated:
+        return of_hint(typing.get_args(hint)[0])
+    found = origin or hint
+    if typing.is_typeddict(found):
+        return (dict,)
+    if not isinstance(found, type) or found in (Any, object) or getattr(found, "_is_protocol", False):
+        return ()
+    return (float, int) if found is float else (found,)
 
 
 def remember(cls: type) -> str:

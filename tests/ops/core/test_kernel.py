@@ -80,6 +80,27 @@ def test_missing_heuristic_names_the_class():
         new_executor()(Nothing(), X)
 
 
+@pytest.mark.parametrize("guess", [None, Scale], ids=["no return", "the class itself"])
+def test_guess_that_is_no_config_names_what_to_return(guess):
+    class Careless(Kernel[Scale, jax.Array]):
+        def run(self, x, *, cfg):
+            return cfg.factor * x
+
+        def heuristic_cfg(self, inv):
+            return guess
+
+    with pytest.raises(KernelDefinitionError, match=r"heuristic_cfg of .*Careless must return a .*Scale, got"):
+        new_executor()(Careless(), X)
+
+
+@pytest.mark.parametrize("name", [3, "", b"k", ("k",)], ids=repr)
+def test_name_that_is_no_text_is_refused(name):
+    with pytest.raises(KernelDefinitionError, match="Bare: name must be a text that is not empty, or None"):
+        Bare(name)
+    with pytest.raises(KernelDefinitionError, match="Bare: name must be a text that is not empty, or None"):
+        Bare(op_id=name)
+
+
 def test_missing_run_names_what_could_be_written():
     class Nothing(Kernel):
         def heuristic_cfg(self, inv):
