@@ -103,6 +103,13 @@ class Referenced(Doubling):
         return x + x
 
 
+class BrokenReference(Doubling):
+    """A kernel whose reference fails."""
+
+    def reference(self, x):
+        raise ValueError("no truth today")
+
+
 class WithCustomVjp(Doubling):
     """The fault is in the gradient."""
 

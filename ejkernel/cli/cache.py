@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 from typing import Annotated, Any, NoReturn
 
@@ -55,8 +56,14 @@ def path(store: Store = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def ls(store: Store = None, device: OnlyDevice = None, op: OnlyOp = None, as_json: AsJson = False) -> None:
-    """List entries: those of the store, then those of packs."""
+def ls(
+    store: Store = None,
+    device: OnlyDevice = None,
+    op: OnlyOp = None,
+    in_packs: Annotated[bool, typer.Option("--packs", help="List each entry of packs, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the entries of the store; those of packs are counted, or listed: with --packs, --device, --op or --json."""
     found = open_store(store).entries(device, op)
     if as_json:
         print_json_list(_data(entry) for entry in found)
@@ -68,9 +75,14 @@ def ls(store: Store = None, device: OnlyDevice = None, op: OnlyOp = None, as_jso
     own, shipped = rows[True], rows[False]
     header = ["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"]
     print_table(header, own)
-    if shipped:
-        print(f"\nIn packs, which are only read: {counted(len(shipped), 'entry', 'entries')}.")
+    if not shipped:
+        return
+    print(f"\nIn packs, which are only read: {counted(len(shipped), 'entry', 'entries')}.")
+    if in_packs or device is not None or op is not None:
         print_table(header, shipped)
+    else:
+        counts = collections.Counter((row[0], row[1], row[-1]) for row in shipped)
+        print_table(["DEVICE", "OP", "ENTRIES", "PACK"], [(*kind[:2], str(n), kind[2]) for kind, n in counts.items()])
 
 
 @app.command()

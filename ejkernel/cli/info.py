@@ -8,6 +8,8 @@ import platform
 import re
 from typing import Any
 
+import typer
+
 import ejkernel
 from ejkernel.cli import jax_start, operations
 from ejkernel.cli.options import AsJson, Store
@@ -16,6 +18,7 @@ from ejkernel.cli.store import open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.core import dispatch
 from ejkernel.ops.store import layers, packs, provenance
+from ejkernel.ops.utils import env
 
 _MODULES = {
     "triton": "jax.experimental.pallas.triton",
@@ -27,7 +30,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "pydantic", "fsspec")
 
 
 def info(store: Store = None, as_json: AsJson = False) -> None:
-    """Show devices, versions, the store, and which backends can run here.
+    """Show devices, versions, the store, and which backends can run here; exit code 1 if a variable has a wrong value.
 
     For example:
 
@@ -40,7 +43,15 @@ def info(store: Store = None, as_json: AsJson = False) -> None:
         found = _info(store)
     if as_json:
         print_json(found)
-        return
+    else:
+        _show(found)
+    for problem in found["problems"]:
+        tell(problem, error=True)
+    if found["problems"]:
+        raise typer.Exit(1)
+
+
+def _show(found: dict[str, Any]) -> None:
     rows = [("ejkernel", ejkernel.__version__), ("python", found["versions"]["python"])]
     rows += [(name, version) for name, version in found["versions"].items() if name != "python"]
     rows += [(f"device {i}", _device_text(d)) for i, d in enumerate(found["devices"])]
@@ -96,6 +107,7 @@ def _info(store: str | None) -> dict[str, Any]:
             "packs": [_pack(source) for source in packs.default()] if store is None else [],
         },
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("EJKERNEL_")},
+        "problems": env.problems(),
         "backends": _backends(),
     }
 

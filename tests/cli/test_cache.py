@@ -89,7 +89,9 @@ def test_ls_shows_packs(run, filled, tmp_path, monkeypatch):
     assert found == {"aa11": ("team", True), "aa22": ("store", False)}
     own, shipped = run("ls")[1].split("\n\nIn packs, which are only read: 1 entry.\n")
     assert ("aa22" in own, "aa11" in own) == (True, False)
-    assert ("aa22" in shipped, "aa11" in shipped) == (False, True)
+    assert [line.split() for line in shipped.splitlines()[1:]] == [["gpu", "pkg.Op", "1", "team"]]
+    for listing in (("--packs",), ("--op", "pkg.Op")):
+        assert "aa11" in run("ls", *listing)[1].partition("In packs")[2]
 
 
 def test_a_pack_called_store_is_still_a_pack(run, filled, tmp_path, monkeypatch):

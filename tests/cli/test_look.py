@@ -103,6 +103,15 @@ def test_info_tells_devices_versions_store_and_backends(capsys, tmp_path):
     assert os.environ["EJKERNEL_CACHE_DIR"] in out
 
 
+def test_info_names_variables_with_wrong_values(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "sometimes")
+    for options in ((), ("--json",)):
+        code, out, err = ejkernel(capsys, "info", *options)
+        assert code == 1
+        assert "EJKERNEL_AUTOTUNE: 'sometimes' is not one of 'off', 'on', 'record', 'frozen'." in err
+    assert json.loads(out)["problems"] == [err.strip()]
+
+
 def test_info_counts_the_entries_of_packs_apart(capsys, monkeypatch, tmp_path):
     PersistentCache(tmp_path / "configs").put("cpu", "mine", "k", Pieces())
     packs.write(tmp_path / "p.json", [entries.make(("cpu", f"op{i}", "k"), Pieces()) for i in range(2)])

@@ -271,6 +271,12 @@ BAD = {
     r"softmax_scale must be a Python number.*Multiply the query by a scale that is traced": lambda q, k, v: jax.jit(
         lambda s: flash_attention(q, k, v, softmax_scale=s)
     )(0.5),
+    "causal must be .* got an array that is traced .* static_argnames": lambda *qkv: jax.jit(flash_attention)(
+        *qkv, causal=True
+    ),
+    "sliding_window must be .* got an array that is traced": lambda *qkv: jax.jit(flash_attention)(
+        *qkv, sliding_window=2
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, is_int
+from ejkernel.ops.utils.arguments import shown
 
 Causal = bool | Literal["lower_right"]
 
@@ -15,7 +16,7 @@ Causal = bool | Literal["lower_right"]
 def band(causal: Causal, window: Any, offset: int) -> tuple[int | None, int | None]:
     """Bounds of `key - query`; `offset` is where the diagonal starts if it is aligned at the end."""
     if not (isinstance(causal, (bool, np.bool_)) or causal == "lower_right"):
-        raise AttentionArgumentError(f"causal must be False, True or 'lower_right', got {causal!r}.")
+        raise AttentionArgumentError(f"causal must be False, True or 'lower_right', got {shown(causal)}.")
     diagonal = offset if isinstance(causal, str) else 0
     left, right = _window(window)
     if causal is not False:
@@ -42,7 +43,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     sides = tuple(pair) if isinstance(pair, (tuple, list)) else ()
     if len(sides) != 2 or not all(x is None or (is_int(x) and int(x) >= 0) for x in sides):
         raise AttentionArgumentError(
-            f"sliding_window must be an integer or a pair (left, right) of integers >= 0 or None, got {window!r}."
+            f"sliding_window must be an integer or a pair (left, right) of integers >= 0 or None, got {shown(window)}."
         )
     return tuple(None if x is None else int(x) for x in sides)  # pyright: ignore[reportReturnType]
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelError
+from ejkernel.ops.utils.arguments import shown
 
 
 class AttentionArgumentError(EjkernelError, ValueError):
@@ -42,15 +43,16 @@ def number(name: str, x: Any) -> float:
     if isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) and x.shape == ():
         return float(x)
     raise AttentionArgumentError(
-        f"{name} must be a Python number, known while tracing, got {type(x).__name__}. NumPy's numbers count as arrays "
-        f"here: give float(x).{' Multiply the query by a scale that is traced.' if name == 'softmax_scale' else ''}"
+        f"{name} must be a Python number, known while tracing, got "
+        f"{shown(x) if isinstance(x, Tracer) else type(x).__name__}. NumPy's numbers count as arrays here: give "
+        f"float(x).{' Multiply the query by a scale that is traced.' if name == 'softmax_scale' else ''}"
     )
 
 
 def flag(name: str, x: Any) -> bool:
     """`x` as True or False."""
     if not isinstance(x, (bool, np.bool_)):
-        raise AttentionArgumentError(f"{name} must be True or False, got {x!r}.")
+        raise AttentionArgumentError(f"{name} must be True or False, got {shown(x)}.")
     return bool(x)
 
 

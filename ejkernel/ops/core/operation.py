@@ -114,9 +114,10 @@ class Operation(Kernel[Cfg, Out]):
     def supports(self, inv: Invocation[Any, Any], platform: str) -> bool | str:
         """Whether the backend named `platform` supports the call, or its backward if `inv` is one."""
         asked = inv.kwargs.get("platform")
-        if asked not in (None, platform):
-            return f"the call asks for platform={asked!r}{self._absent(asked, inv)}"
         reason = self._refusal(self.backend(platform), inv, isinstance(inv.kernel, BackwardKernel))
+        if asked not in (None, platform):
+            here = "" if reason else f"; without platform={asked!r} it runs by {platform}"
+            return f"the call asks for platform={asked!r}{self._absent(asked, inv)}{here}"
         return True if reason is None else reason
 
     def _absent(self, asked: str, inv: Invocation[Any, Any]) -> str:

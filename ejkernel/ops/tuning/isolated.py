@@ -151,8 +151,8 @@ class IsolatedBench:
         """As in `Bench`.
 
         Raises:
-          JobError: It could not even run once.
-          IsolatedBenchError: There is no worker for it.
+          JobError: The candidate could not even run once.
+          IsolatedBenchError: The reference could not, or there is no worker for it.
         """
         cfg = None if number is None else self._cfgs[number]
         self._take_truth(number, cfg)
@@ -229,7 +229,7 @@ class IsolatedBench:
             return self._worker.run(_do, method, *args, limit_s=limit_s)
         except JobRaised as error:
             if error.kind == KernelDefinitionError.__name__:
-                raise KernelDefinitionError(str(error).strip().splitlines()[-1].partition(": ")[2]) from error
+                raise KernelDefinitionError(error.text) from error
             raise
         finally:
             if self._worker.pid is None:
@@ -242,7 +242,7 @@ class IsolatedBench:
         except JobError as error:
             self._worker.close()
             raise IsolatedBenchError(
-                f"{self._call[1].op_id}: cannot be tuned in a separate process. {error}"
+                f"{self._call[1].op_id}: cannot be tuned in a separate process. {error.summary}"
             ) from error
         self._timer = IsolatedTimer(name, device_time)
         if self._wall:
@@ -263,7 +263,12 @@ class IsolatedBench:
                     f"{self._call[1].op_id}: the reference candidate no longer runs: {built.reason}"
                 )
         limit_s = self._run_s if number is not None else self._compile_s + self._run_s
-        self._ask("set_truth", number, limit_s=limit_s)
+        try:
+            self._ask("set_truth", number, limit_s=limit_s)
+        except JobError as error:
+            if number is not None:
+                raise
+            raise IsolatedBenchError(error.summary) from error
         self._has_truth = True
 
     def _revive(self, numbers: Sequence[int]) -> dict[int, Rejected]:

@@ -55,6 +55,13 @@ def has_no_data(x: Any) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
+def shown(x: Any) -> str:
+    """What an error says of an argument that had to be static."""
+    if isinstance(x, Tracer):
+        return "an array that is traced (under jax.jit, name the argument in static_argnames)"
+    return f"{x!r:.200}"
+
+
 def split(tree: Any) -> tuple[list[Any], Statics]:
     """The arrays of `tree`, and the rest of it."""
     leaves, treedef = jax.tree.flatten(tree)

@@ -27,6 +27,17 @@ def read(name: str, default: str) -> str:
     return value
 
 
+def problems() -> list[str]:
+    """What is wrong with the variables that are set."""
+    found = []
+    for name in ALLOWED:
+        try:
+            read(name, ALLOWED[name][0])
+        except EnvironmentValueError as error:
+            found.append(str(error))
+    return found
+
+
 def recording() -> bool:
     """Whether calls are recorded for `get_invocations`."""
     return read("EJKERNEL_OPS_RECORD", "0") == "1"

@@ -94,6 +94,8 @@ def test_platform_that_is_asked_for_and_does_not_run_is_named_with_its_reason(mi
         mine()(x, platform="mosaic")
     with pytest.raises(UnsupportedCallError, match="asks for platform='mosaic', but two axes only"):
         mine(interpret=True)(x[0], platform="mosaic")
+    with pytest.raises(UnsupportedCallError, match=r"this is a CPU; without platform='triton' it runs by xla"):
+        flash_attention(*[jnp.ones((1, 8, 2, 16))] * 3, platform="triton")
     with pytest.raises(UnsupportedCallError, match="interpreted backends are chosen by cfg= with platform='mosaic'"):
         mine(interpret=True)(x, platform="mosaic")
     with pytest.raises(OperationArgumentError, match="has no platform 'cuda', only mosaic"):

@@ -10,10 +10,12 @@ import pytest
 
 from ejkernel.ops import Autotuner, PersistentCache
 from ejkernel.ops.tuning.isolated import IsolatedBench, IsolatedBenchError
+from ejkernel.ops.tuning.session import TuningError
 from tests.tuning_kernels import (
     FAST,
     MIDDLE,
     SLOW,
+    BrokenReference,
     Doubling,
     GatheringWithExamples,
     OwnBackward,
@@ -141,6 +143,11 @@ def test_kernel_that_no_worker_can_import_says_so():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert "Mine is defined in the script that runs" in done.stderr
     assert 'isolation="thread"' in done.stderr
+
+
+def test_what_a_worker_raised_is_told_without_its_traceback():
+    with pytest.raises(TuningError, match=r"the reference failed: ValueError: no truth today$"):
+        isolated().tune(call(BrokenReference(), X), BrokenReference())
 
 
 def test_kernel_that_cannot_be_sent_says_so_and_blames_no_candidate(tmp_path):

@@ -33,6 +33,7 @@ from tests.tuning_kernels import (
     FAST,
     MIDDLE,
     SLOW,
+    BrokenReference,
     ByValue,
     Doubling,
     OwnBackward,
@@ -234,12 +235,8 @@ def test_when_nothing_runs_every_reason_is_told():
 
 
 def test_failing_reference_is_an_error_of_its_own():
-    class Broken(Doubling):
-        def reference(self, x):
-            raise ValueError("no truth today")
-
     with pytest.raises(TuningError, match="the reference failed: no truth today"):
-        QUIET.tune(call(Broken(), X), Broken())
+        QUIET.tune(call(BrokenReference(), X), BrokenReference())
 
 
 @pytest.mark.parametrize("tolerance", [0.2, {"float32": 0.2}])

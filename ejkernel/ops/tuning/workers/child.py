@@ -27,12 +27,12 @@ def main(fd: int, parent: int) -> None:
 
 
 def answer(job: bytes) -> bytes:
-    """Returns a job's result, or the name and the traceback of what it raised."""
+    """Returns a job's result, or what it raised: the name, the text and the traceback."""
     try:
         fn, args = pickle.loads(job)
-        return pickle.dumps(("ok", fn(*args)))
+        return pickle.dumps(("ok", fn(*args), ""))
     except Exception as error:  # noqa: BLE001 - a candidate's failure is a result.
-        return pickle.dumps((type(error).__name__, traceback.format_exc()))
+        return pickle.dumps((type(error).__name__, str(error), traceback.format_exc()))
 
 
 def die_with(parent: int) -> None:

@@ -43,13 +43,24 @@ if hasattr(os, "register_at_fork"):
 class JobError(EjkernelError):
     """A job did not return."""
 
+    @property
+    def summary(self) -> str:
+        """What happened, for a user, who does not read tracebacks of workers."""
+        return str(self)
+
 
 class JobRaised(JobError):
-    """The job raised an exception; the message holds its traceback, and `kind` the name of its type."""
+    """The job raised an exception; the message holds its traceback, `kind` the name of its type, `text` its text."""
 
-    def __init__(self, message: str, kind: str = "") -> None:
+    def __init__(self, message: str, kind: str, text: str) -> None:
         super().__init__(message)
         self.kind = kind
+        self.text = text
+
+    @property
+    def summary(self) -> str:
+        """The exception alone."""
+        return f"{self.kind}: {self.text}"
 
 
 class JobTimedOut(JobError):
@@ -144,7 +155,7 @@ class ProcessWorker:
         try:
             self._connection.send_bytes(job)
             self._wait(limit_s, name)
-            kind, value = pickle.loads(self._connection.recv_bytes())
+            kind, value, where = pickle.loads(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise JobCrashed(f"{name}: the worker died{self._last_words()}.") from error
         except BaseException:  # A limit, or the caller's Ctrl-C: the worker is killed, whatever it is doing.
@@ -153,8 +164,8 @@ class ProcessWorker:
         if kind == "ok":
             return value
         if kind == "MemoryError":
-            raise JobOutOfMemory(f"{name}: {value}")
-        raise JobRaised(f"{name}: {value}", kind)
+            raise JobOutOfMemory(f"{name}: {where}")
+        raise JobRaised(f"{name}: {where}", kind, value)
 
     def _wait(self, limit_s: float, name: str) -> None:
         deadline = time.monotonic() + limit_s
