@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -77,6 +78,29 @@ def _forget_what_is_alive():
     """Tests that collect garbage need not walk through JAX, and what other tests have left in it, each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_share_contexts():
+    """What JAX does since 0.12: ten programs of a thread are lowered in one MLIR context.
+
+    Making one takes 4 ms, as long as lowering the small program of a test.
+    """
+    from jax._src.interpreters import mlir
+
+    if hasattr(mlir, "_thread_local_context"):
+        yield
+        return
+    kept, make = threading.local(), mlir.make_ir_context
+
+    def shared():
+        if next(getattr(kept, "left", iter(())), None) is None:
+            kept.context, kept.left = make(), iter(range(9))
+        return kept.context
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", shared)
+        yield
 
 
 _tests_since = itertools.count(1)
