@@ -32,6 +32,7 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -156,13 +157,16 @@ def summary(found: list, outcomes: list[jobs.Outcome], about: list[str]) -> str:
     """The goals, met ones first, and what went wrong: what is last is seen."""
     verdicts = [verdict for figure in found for verdict in figure.verdicts()]
     met, missed = ([text for good, text in verdicts if good is wanted] for wanted in (True, False))
-    failed = [
-        f"{f.table} | {f.name} | {n}: {why}"[:200] for f in found for n, why in f.notes.items() if "refused" not in why
-    ]
+    failed: dict[str, list[str]] = {}
+    for figure in found:
+        for name, why in figure.notes.items():
+            if not why.startswith("refused"):
+                failed.setdefault(f"{name} {why}"[:160], []).append(f"{figure.table} | {figure.name}")
     took = ", ".join(f"{outcome.name} {outcome.seconds:.0f} s" for outcome in outcomes if outcome.good)
     bad = [str(outcome) for outcome in outcomes if not outcome.good]
     end = f"{len(found)} figures; {len(met)} of {len(verdicts)} goals met; {len(bad)} of {len(outcomes)} jobs failed"
-    return "\n".join([*about, f"done: {took}", *met, *failed, *bad, *missed, end])
+    once = [f"{why}: {rows[0]}" + (f" and {len(rows) - 1} more" if rows[1:] else "") for why, rows in failed.items()]
+    return "\n".join([*about, f"done: {took}", *met, *once, *bad, *missed, end])
 
 
 def _matches(name: str, text: str) -> bool:
@@ -170,8 +174,9 @@ def _matches(name: str, text: str) -> bool:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "an unknown commit"
+    git = shutil.which("git")
+    command = [git, "describe", "--always", "--dirty"] if git else ["true"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "an unknown commit"
 
 
 def main() -> None:

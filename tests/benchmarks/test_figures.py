@@ -104,7 +104,7 @@ def test_what_went_wrong_and_the_missed_goals_come_last():
         "heading",
         "done: good",
         "met, 1.1",
-        "t | n | x: failed: y",
+        "x failed: y: t | n",
         "bad: failed",
         "missed by 45.0%",
         "1 figures; 1 of 2",
