@@ -115,8 +115,8 @@ class Figure:
     goals: list[dict[str, Any]] = field(default_factory=list)
 
     def rate(self, name: str) -> float:
-        """In `unit`."""
-        return self.work / self.ms[name] / 1e9
+        """In `unit`, which begins with T or G."""
+        return self.work / self.ms[name] / (1e6 if self.unit.startswith("G") else 1e9)
 
     def cell(self, name: str) -> str:
         parts = [f"{self.rate(name):.4g}"] if self.work and name in self.ms else []
@@ -255,10 +255,14 @@ def _attempted(calls: Mapping[str, Callable[[], Any]], figure: Figure) -> dict[s
         try:
             results[name] = call()
         except UnsupportedCallError as error:
-            figure.notes[name] = f"refused: {error}"
+            figure.notes[name] = f"refused: {_in_one_line(error)}"
         except Exception as error:  # noqa: BLE001 - a contender that fails is a result
-            figure.notes[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+            figure.notes[name] = f"failed: {type(error).__name__}: {_in_one_line(error)}"
     return results
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _measure(row: Row, figure: Figure, programs: dict[str, Any], timer: timers.Timer, rounds: int) -> None:

@@ -11,8 +11,8 @@ hangs, or is cut by `--seconds` is reported, and the others go on. What became o
 ones at the end.
 
 Estimates for 16 cores, because no part has run as a whole yet: part 1 takes four to eight minutes, most of it for
-compiling; part 2 five minutes of tests and two to four more; part 3 is cut, and the same command goes on with what is
-not in `pack.json` yet.
+compiling; part 2 five minutes of tests and two to four more; part 3 stops each tuning after a while, and
+the same command goes on with what is not in `pack.json` yet.
 
     python -m benchmarks.h200 --part 1 --dry             # without a GPU: small calls, XLA in place of all backends
     python -m benchmarks.h200 --part 1 --compile-only    # with JAX's CUDA plugin, for an H200 that is not here
@@ -44,7 +44,8 @@ from benchmarks.jobs import Job
 GROUPED = ("mixtral", "qwen3-30b", "deepseek-v3", "even-32", "mixtral-down", "qwen3-30b-down")
 DECODING = ("decode-qwen3-30b", "decode-deepseek-v3")
 LOSSES = ("4096 x 4096 to 128256", "32768 x 2560 to 128256", "16384 x 2048 to 32000")
-TUNED = ("grouped_matmul", "flash_attention", "rms_norm", "layer_norm", "linear_cross_entropy")
+TUNED = {"grouped_matmul": 240, "flash_attention": 100, "rms_norm": 30, "layer_norm": 30, "linear_cross_entropy": 40}
+"""Seconds for each, which leave some for the figures of what was tuned."""
 
 
 class Rows(NamedTuple):
@@ -81,7 +82,8 @@ def queue(part: int, options: argparse.Namespace, lock: str) -> list[Job]:
         first = [Job("tests", command, 420, cores)]
     elif part == 3:
         how = ["--list"] if options.dry else ["--out", str(options.out / "pack.json")]
-        first = [Job(f"tune {op}", (python, "-m", "ejkernel", "tune", op, "--suite", *how), 420, cores) for op in TUNED]
+        command = (python, "-m", "ejkernel", "tune")
+        first = [Job(f"tune {op}", (*command, op, "--suite", *how), limit, cores) for op, limit in TUNED.items()]
     shares = [_job(rows, i, options, lock) for rows in PARTS[part] for i in range(rows.shares)]
     return shares if options.compile_only else [*first, *shares]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-GRACE_S = 10.0
+GRACE_S = 15.0
 """How long a job that is interrupted has until it is killed: `ejkernel tune` writes what it has."""
 
 
@@ -120,7 +120,7 @@ class _Running:
         self.outcome.seconds = now - self.started
         if self.process.poll() is None:
             if self.killed_at is None and now > self.started + self.job.seconds:
-                self.interrupt(f"killed after its {self.job.seconds:g} s")
+                self.interrupt(f"stopped after its {self.job.seconds:g} s")
             elif self.killed_at is not None and now > self.killed_at + GRACE_S:
                 self.kill()
             return False

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import figures
-from benchmarks.figures import Contender, Row
+from benchmarks.figures import Contender, Goal, Row
 from benchmarks.ways import ways
 from ejkernel import cli
 from ejkernel.cli import operations
@@ -27,34 +27,34 @@ from ejkernel.ops import default_executor, device_kind
 
 def row(kernel, workload, backward):
     """A workload as a row: peers, backends, the guess, the tuned choice."""
-    found = importlib.import_module(f"benchmarks.peers.{kernel.op_id}").peers(workload)
-    found |= {name: partial(fn, **workload.kwargs) for name, fn in _own(kernel, workload).items()}
-    work, unit = (workload.flops, "TFLOP/s") if workload.flops else (workload.bytes, "TB/s")
+    peers = importlib.import_module(f"benchmarks.peers.{kernel.op_id}").peers(workload)
+    own = ways(kernel, workload, [b.platform for b in kernel.backends], dry=False)
+    found = peers | {name: partial(fn, **workload.kwargs) for name, fn in own.items()}
+    work, unit = (workload.flops, "FLOP/s") if workload.flops else (workload.bytes, "B/s")
     work += (workload.backward_flops or workload.backward_bytes) if backward else 0
+
+    def inputs():
+        args, _ = workload.inputs()
+        return args, jax.tree.map(jnp.ones_like, own["xla"](*args, **workload.kwargs)) if backward else None
+
+    run = _both if backward else lambda fn, args, dout: fn(*args)
     return Row(
         table=f"{kernel.op_id}, {'forward and backward' if backward else 'forward'}",
         name=workload.name,
-        inputs=lambda: workload.inputs()[0],
-        contenders={n: Contender(both(fn) if backward else fn, same=n != "dense") for n, fn in found.items()},
+        inputs=inputs,
+        contenders={n: Contender(partial(run, fn), same=n != "dense") for n, fn in found.items()},
+        goals=(Goal(1.0, (*peers, "cudnn"), "tuned" if "tuned" in found else "untuned"),),
         work=work,
-        unit=unit,
+        unit=("G" if workload.device == "cpu" else "T") + unit,
     )
 
 
-def _own(kernel, workload):
-    return ways(kernel, workload, [b.platform for b in kernel.backends], dry=False)
-
-
-def both(fn):
-    """A function with its gradients for what has some."""
-
-    def run(*args):
-        moving = [i for i, x in enumerate(args) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
-        put = lambda moved: (dict(enumerate(args)) | dict(zip(moving, moved, strict=True))).values()
-        out, pull = jax.vjp(lambda *moved: fn(*put(moved)), *(args[i] for i in moving))
-        return out, pull(jax.tree.map(jnp.ones_like, out))
-
-    return run
+def _both(fn, args, dout):
+    """The results of a call, and the gradients of what has some."""
+    moving = [i for i, x in enumerate(args) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
+    put = lambda moved: (dict(enumerate(args)) | dict(zip(moving, moved, strict=True))).values()
+    out, pull = jax.vjp(lambda *moved: fn(*put(moved)), *(args[i] for i in moving))
+    return out, pull(dout)
 
 
 def check(kernel, workload):
