@@ -72,7 +72,16 @@ PARTS = {
 }
 
 
-def queue(part: int, options: argparse.Namespace, lock: str) -> list[Job]:
+def chosen(options: argparse.Namespace, lock: str) -> list[Job]:
+    """The jobs that are asked for; without a part, only those with figures, each once."""
+    found = queue(options.part, options, lock)
+    if options.part is None:
+        shares = [_job(rows, i, options, lock) for part in PARTS.values() for rows in part for i in range(rows.shares)]
+        found = list({job.name: job for job in shares}.values())
+    return [job for job in found if not options.only or any(_matches(job.name, text) for text in options.only)]
+
+
+def queue(part: int | None, options: argparse.Namespace, lock: str) -> list[Job]:
     """The jobs of a part, the most important first."""
     python, cores = sys.executable, os.cpu_count() or 1
     first: list[Job] = []
@@ -84,7 +93,7 @@ def queue(part: int, options: argparse.Namespace, lock: str) -> list[Job]:
         how = ["--list"] if options.dry else ["--out", str(options.out / "pack.json")]
         command = (python, "-m", "ejkernel", "tune")
         first = [Job(f"tune {op}", (*command, op, "--suite", *how), limit, cores) for op, limit in TUNED.items()]
-    shares = [_job(rows, i, options, lock) for rows in PARTS[part] for i in range(rows.shares)]
+    shares = [_job(rows, i, options, lock) for rows in PARTS.get(part, ()) for i in range(rows.shares)]
     return shares if options.compile_only else [*first, *shares]
 
 
@@ -143,12 +152,7 @@ def lead(options: argparse.Namespace) -> int:
                 found.append(figures.Figure(**fields))
             (options.out / f"{name}.md").write_text("\n\n".join([*about, figures.tables(found)]) + "\n")
 
-        wanted = [
-            job
-            for part in ([options.part] if options.part else PARTS)
-            for job in queue(part, options, f"{scratch}/turn")
-        ]
-        wanted = [job for job in wanted if not options.only or any(_matches(job.name, text) for text in options.only)]
+        wanted = chosen(options, f"{scratch}/turn")
         limits = {"seconds": options.seconds, "cores": os.cpu_count() or 1}
         outcomes = jobs.run(wanted, **limits, log=log, mark=figures.MARK, found=keep)
     print(summary(found, outcomes, about))
@@ -166,7 +170,7 @@ def summary(found: list, outcomes: list[jobs.Outcome], about: list[str]) -> str:
                 failed.setdefault(f"{name} {why}"[:160], []).append(f"{figure.table} | {figure.name}")
     took = ", ".join(f"{outcome.name} {outcome.seconds:.0f} s" for outcome in outcomes if outcome.good)
     bad = [str(outcome) for outcome in outcomes if not outcome.good]
-    end = f"{len(found)} figures; {len(met)} of {len(verdicts)} goals met; {len(bad)} of {len(outcomes)} jobs failed"
+    end = f"{len(found)} figures; {len(met)} of {len(verdicts)} goals met; {len(bad)} of {len(outcomes)} jobs not done"
     once = [f"{why}: {rows[0]}" + (f" and {len(rows) - 1} more" if rows[1:] else "") for why, rows in failed.items()]
     return "\n".join([*about, f"done: {took}", *met, *once, *bad, *missed, end])
 

@@ -1,5 +1,7 @@
 """How rows are measured and shown, on a CPU with small functions."""
 
+import argparse
+import itertools
 from dataclasses import replace
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 from benchmarks import figures, h200
 from benchmarks.figures import Contender, Figure, Goal, Row
 from benchmarks.jobs import Outcome
+from benchmarks.rows import attention, grouped_matmul, loss, norms
 
 
 def row(goals=(), **contenders):
@@ -110,3 +113,30 @@ def test_what_went_wrong_and_the_missed_goals_come_last():
         "1 figures; 1 of 2",
     ]
     assert [line[: len(start)] for line, start in zip(lines.splitlines(), order, strict=True)] == order
+
+
+@pytest.mark.parametrize(
+    ("part", "only", "names"),
+    [
+        (None, ["loss 16384"], ["loss 16384 x 2048 to 32000"]),  # In two parts, measured once.
+        (3, ["*rms_norm"], ["tune rms_norm"]),
+        (None, ["rms_norm"], [f"norms rms_norm {i}/3" for i in (1, 2, 3)]),
+        (2, ["tests", "masks"], ["tests", "attention masks"]),
+        (1, ["tune", "tests"], []),
+    ],
+)
+def test_jobs_are_chosen_by_part_and_name(part, only, names, tmp_path):
+    options = argparse.Namespace(
+        part=part, only=only, out=tmp_path, rounds=3, job_seconds=9, dry=True, compile_only=False
+    )
+    assert [job.name for job in h200.chosen(options, "turn")] == names
+
+
+def test_the_parts_name_every_row():
+    kinds = {}
+    for rows in itertools.chain(*h200.PARTS.values()):
+        kinds.setdefault(rows.module, set()).add(rows.kind)
+    assert kinds["attention"] == {*attention.CALLS, "drawn"}
+    assert kinds["grouped_matmul"] == {*grouped_matmul.BY_NAME}
+    assert kinds["loss"] == {*loss.BY_NAME}
+    assert kinds["norms"] == {*norms.KERNELS}
