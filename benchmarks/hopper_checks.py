@@ -1,7 +1,7 @@
 """Checks our Hopper attention kernels on small and awkward shapes: every mask, both dtypes, many head dims and lengths.
 
-    python benchmarks/hopper_checks.py
-    NPROC=12 JAX_PLATFORMS=cpu python benchmarks/hopper_checks.py --interpret
+    python -m benchmarks.hopper_checks
+    NPROC=12 JAX_PLATFORMS=cpu python -m benchmarks.hopper_checks --interpret
 
 Outputs and gradients are compared with float32 on fresh data; where cuDNN serves the case, with its error too. Ten
 runs are compared bit by bit. Needs a Hopper GPU, or `--interpret` for JAX's interpreter of Mosaic GPU kernels, which
@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from ejkernel.kernels.flash_attention import config, mosaic, mosaic_bwd, mosaic_support
 

@@ -6,8 +6,8 @@ decide. So a new measurement is a new figure here, or a new kind before those th
 does not support a call, the other one runs, then `triton`, then `xla`. docs/flash_attention.md shows the same table.
 
 Figures: one H200, JAX 0.11.2, bfloat16, device time by CUPTI, medians of rounds in which all take turns. The tables are
-in `benchmarks/results/` (attention-shapes, hopper-forward); `python -m benchmarks.attention_kinds` measures each kind
-again.
+in `benchmarks/results/` (attention-shapes, hopper-forward); `python -m benchmarks.h200 --only attention` measures each
+kind again.
 """
 
 from __future__ import annotations

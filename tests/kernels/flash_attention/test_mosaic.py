@@ -1,7 +1,6 @@
 """The Hopper kernels: their configs and schedules anywhere, small cases in JAX's interpreter, the rest on a GPU."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
@@ -288,12 +287,7 @@ def hopper() -> bool:
 @pytest.mark.skipif(not hopper(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("part", range(12))
 def test_every_case_matches_float32_on_the_gpu(part):
-    path = ROOT / "benchmarks" / "hopper_checks.py"
-    loader = importlib.util.spec_from_file_location("hopper_checks", path)
-    assert loader is not None
-    assert loader.loader is not None
-    checks = importlib.util.module_from_spec(loader)
-    sys.modules["hopper_checks"] = checks
-    loader.loader.exec_module(checks)
+    from benchmarks import hopper_checks as checks
+
     results = {i: checks.build(checks.CASES[i], i)() for i in range(part, len(checks.CASES), 12)}
     assert all(good for good, _ in results.values()), results

@@ -1,7 +1,6 @@
 """The Hopper kernels: their configs and schedules anywhere, small cases in JAX's interpreter, the rest on a GPU."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
@@ -196,12 +195,9 @@ def hopper() -> bool:
 @pytest.mark.gpu
 @pytest.mark.skipif(not hopper(), reason="needs a Hopper GPU")
 def test_every_case_matches_float64_on_the_gpu():
-    loader = importlib.util.spec_from_file_location("checks", ROOT / "benchmarks" / "grouped_matmul_gpu.py")
-    assert loader is not None
-    assert loader.loader is not None
-    checks = sys.modules["checks"] = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(checks)
-    assert checks.check(checks.Checks(threads=8, configs=1))
+    from benchmarks import grouped_matmul_checks
+
+    assert grouped_matmul_checks.check()
 
 
 def test_rows_on_the_left_need_whole_memory_tiles():
