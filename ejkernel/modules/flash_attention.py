@@ -115,15 +115,14 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
     ) -> tuple[Any, Saved]:
         call, params = Attention.of(args, kwargs), self._params(backend, cfg)
-        out, sums = backend.functions.forward(*call, params, **self._options(backend))
+        out, sums = backend.functions.forward(call, params, **self._options(backend))
         return (out, sums.lse) if kwargs.get("log_sum") else out, Saved(sums)
 
     def run_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Any:
         """The forward of cuDNN."""
         if kwargs.get("log_sum"):
             return self._forward(self.backend("cudnn"), args, kwargs, cfg)[0]
-        call = Attention.of(args, kwargs)
-        return self.backend("cudnn").functions.run(call.query, call.key, call.value, call.rules)
+        return self.backend("cudnn").functions.run(Attention.of(args, kwargs))
 
     def vjp_on(
         self, backend: Backend, saved: Saved, out: Any, dout: Any, /, *args: Any, cfg: Any, **kwargs: Any
@@ -141,7 +140,7 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         else:
             dout, delta = masks.unlost(dout, delta, rest)
             options = {"out": out} if backend.platform == "cudnn" else self._options(backend)
-        dq, dk, dv, dbias = backend.functions.backward(*call, lse, delta, dout, params, **options)
+        dq, dk, dv, dbias = backend.functions.backward(call, lse, delta, dout, params, **options)
         return dq, dk, dv, dbias, dsinks
 
     # --- Choosing ---
