@@ -13,17 +13,12 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from ejkernel.kernels.flash_attention import masks, reference, rule, xla
-from ejkernel.kernels.flash_attention.arguments import (
-    Attention,
-    Rules,
-    canonical,
-    keywords_of,
-)
+from ejkernel.kernels.flash_attention.arguments import Attention, Rules, canonical, keywords_of
 from ejkernel.kernels.flash_attention.bands import Causal
 from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch, explicit
-from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
@@ -36,7 +31,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Array = jax.Array
-Platform = Literal["triton", "mosaic", "cudnn", "pallas", "xla"]
 
 
 @dataclass(frozen=True)
