@@ -153,7 +153,7 @@ def attention_rows():
 
     def run(query, key, value, **kwargs):
         args, kwargs = kernel.prepare(query, key, value, **kwargs)
-        return xla.forward(*Attention.of(args, kwargs), None)[0]
+        return xla.forward(Attention.of(args, kwargs))[0]
 
     plain = jax.jit(run, static_argnames=("causal", "softmax_scale"))
     for name, kwargs in cases.items():

@@ -13,17 +13,12 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from ejkernel.kernels.flash_attention import masks, reference, rule, xla
-from ejkernel.kernels.flash_attention.arguments import (
-    Attention,
-    Rules,
-    canonical,
-    keywords_of,
-)
+from ejkernel.kernels.flash_attention.arguments import Attention, Rules, canonical, keywords_of
 from ejkernel.kernels.flash_attention.bands import Causal
 from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch, explicit
-from ejkernel.ops.core.backend import Backend
+from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.core.operation import DifferentiableOperation
@@ -36,7 +31,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Array = jax.Array
-Platform = Literal["triton", "mosaic", "cudnn", "pallas", "xla"]
 
 
 @dataclass(frozen=True)
@@ -115,15 +109,14 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
     ) -> tuple[Any, Saved]:
         call, params = Attention.of(args, kwargs), self._params(backend, cfg)
-        out, sums = backend.functions.forward(*call, params, **self._options(backend))
+        out, sums = backend.functions.forward(call, params, **self._options(backend))
         return (out, sums.lse) if kwargs.get("log_sum") else out, Saved(sums)
 
     def run_cudnn(self, *args: Any, cfg: FlashAttentionConfig, **kwargs: Any) -> Any:
         """The forward of cuDNN."""
         if kwargs.get("log_sum"):
             return self._forward(self.backend("cudnn"), args, kwargs, cfg)[0]
-        call = Attention.of(args, kwargs)
-        return self.backend("cudnn").functions.run(call.query, call.key, call.value, call.rules)
+        return self.backend("cudnn").functions.run(Attention.of(args, kwargs))
 
     def vjp_on(
         self, backend: Backend, saved: Saved, out: Any, dout: Any, /, *args: Any, cfg: Any, **kwargs: Any
@@ -141,7 +134,7 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         else:
             dout, delta = masks.unlost(dout, delta, rest)
             options = {"out": out} if backend.platform == "cudnn" else self._options(backend)
-        dq, dk, dv, dbias = backend.functions.backward(*call, lse, delta, dout, params, **options)
+        dq, dk, dv, dbias = backend.functions.backward(call, lse, delta, dout, params, **options)
         return dq, dk, dv, dbias, dsinks
 
     # --- Choosing ---

@@ -7,13 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
-from ejkernel.kernels.hopper.chip import (
-    BARRIER_BYTES,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    WGMMA_ROWS,
-    unfit_block,
-)
+from ejkernel.kernels.hopper.chip import BARRIER_BYTES, WGMMA_ROWS, unfit_block
 
 Schedule = Literal["persistent", "grid"]
 DqWay = Literal["bulk", "registers", "kernel"]
@@ -53,14 +47,6 @@ class MosaicFwdConfig:
     @property
     def block_q(self) -> int:
         return self.consumers * WGMMA_ROWS
-
-    @property
-    def consumer_registers(self) -> int:
-        return CONSUMER_REGISTERS[self.consumers]
-
-    @property
-    def producer_registers(self) -> int:
-        return PRODUCER_REGISTERS[self.consumers]
 
     def smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block: Q and O tiles, the K and V rings, the rows of log-sum-exp and its error."""
@@ -146,16 +132,14 @@ def default_forward(
     short = q_len is not None and q_len <= 1024
     # A tile of two steps leaves nothing to take turns for.
     tiny = q_len is not None and q_len <= 256 and not banded and not packed
+    if tiny and dim <= 128:
+        return MosaicFwdConfig(ping_pong=False, q_stages=2)
     if dim <= 64:
-        if tiny:
-            return MosaicFwdConfig(ping_pong=False, q_stages=2)
         if packed or short:
             return MosaicFwdConfig(stages=3, q_stages=2 if short else 1)
         # Tiles of three warpgroups leave up to 191 rows empty, which few tiles do not make up for.
         return MosaicFwdConfig() if q_len is not None and q_len <= 2048 else MosaicFwdConfig(consumers=3, stages=3)
     if dim <= 128:
-        if tiny:
-            return MosaicFwdConfig(ping_pong=False, q_stages=2)
         if full and not packed and dim > 96:
             return MosaicFwdConfig(ping_pong=False, cluster=2)
         deep = MosaicFwdConfig(stages=3)
@@ -224,18 +208,10 @@ class MosaicBwdConfig:
         """Whether a consumer reads some columns of Q or K alone: of dK, or of a dQ that has too few rows to divide."""
         return self.split == "columns" or (self.split == "keys" and self.block_q == WGMMA_ROWS)
 
-    @property
-    def consumer_registers(self) -> int:
-        return CONSUMER_REGISTERS[self.consumers]
-
-    @property
-    def producer_registers(self) -> int:
-        return PRODUCER_REGISTERS[self.consumers]
-
     def smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block: K and V, the rings of Q and dO, two tiles of dS (and P), dQ, the row vectors."""
         width = key_width(head_dim, self)
-        both = width + whole_columns(head_dim if value_dim is None else value_dim)
+        both = width + in_memory(head_dim if value_dim is None else value_dim)
         keys = self.kv_stages * self.block_kv * both * 2
         rings = self.stages * self.block_q * both * 2
         scores = (2 if self.split == "keys" else 4) * self.block_kv * self.block_q * 2
@@ -244,14 +220,14 @@ class MosaicBwdConfig:
 
     def dq_smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block of the second kernel: Q and dO, the rings of K and V."""
-        values = whole_columns(head_dim if value_dim is None else value_dim)
+        values = in_memory(head_dim if value_dim is None else value_dim)
         of_keys = (self.dq_block_q + self.dq_k_stages * self.dq_block_kv) * key_width(head_dim, self)
         of_values = (self.dq_block_q + self.dq_v_stages * self.dq_block_kv) * values
         return (of_keys + of_values) * 2 + BARRIER_BYTES
 
     def live_registers(self, head_dim: int, value_dim: int | None = None) -> int:
         """The most registers that a consumer thread holds: dK, dV, scores and their gradient or dQ, the rest."""
-        width, values = key_width(head_dim, self), whole_columns(head_dim if value_dim is None else value_dim)
+        width, values = key_width(head_dim, self), in_memory(head_dim if value_dim is None else value_dim)
         if self.split == "columns":
             return ((width + values) // 2 + self.block_q) // self.consumers + 24
         if self.split == "gradients":
@@ -260,7 +236,7 @@ class MosaicBwdConfig:
 
     def dq_live_registers(self, head_dim: int) -> int:
         """The same in the second kernel: dQ, scores and their gradient, the gradient before, and the rest."""
-        return whole_columns(head_dim) // 2 + self.dq_block_kv + self.dq_block_kv // 4 + 24
+        return in_memory(head_dim) // 2 + self.dq_block_kv + self.dq_block_kv // 4 + 24
 
     def unfit(self, head_dim: int, value_dim: int | None = None) -> str | None:
         """Says why this config cannot run at these dims, or `None` if it can."""
@@ -296,13 +272,8 @@ class MosaicBwdConfig:
         return unfit_block(smem, self.dq_live_registers(head_dim), self.consumers, " for dQ")
 
 
-def whole_columns(dim: int) -> int:
-    """How many columns `dim` columns take in shared memory: whole tiles of the least width."""
-    return -(-dim // 16) * 16
-
-
 def key_width(head_dim: int, cfg: MosaicBwdConfig) -> int:
-    """The same for Q and K of the backward kernel, whose consumers may divide them."""
+    """As `in_memory`, for Q and K of the backward kernel, whose consumers may divide them."""
     parts = cfg.consumers if cfg.divides_columns else 1
     return -(-head_dim // (16 * parts)) * 16 * parts
 
@@ -318,13 +289,7 @@ def backward_space(head_dim: int, value_dim: int | None = None) -> Iterator[Mosa
     axes = itertools.product((2, 3), ways, (False, True), (2, 3))
     for consumers, (split, dq), per_consumer, stages in axes:
         block_q = consumers * WGMMA_ROWS if per_consumer else WGMMA_ROWS
-        cfg = MosaicBwdConfig(
-            consumers=consumers,
-            split=split,
-            block_q=block_q,
-            stages=stages,
-            dq=dq,
-        )
+        cfg = MosaicBwdConfig(consumers=consumers, split=split, block_q=block_q, stages=stages, dq=dq)
         if cfg.unfit(head_dim, value_dim) is None:
             yield cfg
 

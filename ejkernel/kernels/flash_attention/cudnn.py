@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.kernels.flash_attention import masks
-from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention, Rules
 from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.kernels.flash_attention.jax_nn import jax_attention
 from ejkernel.ops.core.kernel import Invocation
@@ -75,12 +75,13 @@ def _unbanded(query: Any, key: Any, rules: Rules) -> str | None:
     return None
 
 
-def run(query: Array, key: Array, value: Array, rules: Rules) -> Array:
+def run(call: Attention) -> Array:
     """Returns only the output, for calls without gradients."""
+    rules = call.rules
     return jax_attention(
-        query,
-        key,
-        value,
+        call.query,
+        call.key,
+        call.value,
         scale=rules.scale,
         is_causal=rules.upper == 0,
         local_window_size=None if rules.lower is None else (-rules.lower, 0),
@@ -88,29 +89,17 @@ def run(query: Array, key: Array, value: Array, rules: Rules) -> Array:
     )
 
 
-def forward(
-    query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: None
-) -> tuple[Array, masks.LogSum]:
+def forward(call: Attention, params: None) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]; cuDNN does not return its rounding error."""
-    out, lse = _compat.cudnn_forward(query, key, value, **_rules(rules))
+    out, lse = _compat.cudnn_forward(call.query, call.key, call.value, **_rules(call.rules))
     return out, masks.LogSum(lse, jnp.zeros_like(lse))
 
 
 def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    extras: Extras,
-    rules: Rules,
-    lse: Array,
-    delta: Array,
-    dout: Array,
-    params: None,
-    *,
-    out: Array,
+    call: Attention, lse: Array, delta: Array, dout: Array, params: None, *, out: Array
 ) -> tuple[Array, Array, Array, None]:
     """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
-    dq, dk, dv = _gradients(_rules(rules), query, key, value, out, lse, dout)
+    dq, dk, dv = _gradients(_rules(call.rules), call.query, call.key, call.value, out, lse, dout)
     return dq, dk, dv, None
 
 

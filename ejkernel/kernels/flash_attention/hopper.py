@@ -85,22 +85,16 @@ def _is_full(inv: Invocation[Any, Any]) -> bool:
     return config.is_full(inv.args[0].shape[1], inv.args[1].shape[1], rules.lower, rules.upper)
 
 
-def forward(
-    query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: MosaicFwdConfig | None = None
-) -> tuple[Array, masks.LogSum]:
+def forward(call: Attention, params: MosaicFwdConfig | None = None) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     from ejkernel.kernels.flash_attention.mosaic import flash_attention_forward
 
-    out, *sums = flash_attention_forward(query, key, value, cfg=params, **_rules(extras, rules))
-    return masks.with_sinks(out, _scaled(masks.LogSum(*sums), 1.0 / _to_base_2(rules)), extras.softmax_aux)
+    out, *sums = flash_attention_forward(call.query, call.key, call.value, cfg=params, **_rules(call))
+    return masks.with_sinks(out, _scaled(masks.LogSum(*sums), 1.0 / _to_base_2(call.rules)), call.extras.softmax_aux)
 
 
 def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    extras: Extras,
-    rules: Rules,
+    call: Attention,
     lse: Array,
     delta: Array,
     dout: Array,
@@ -112,9 +106,9 @@ def backward(
     """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
     from ejkernel.kernels.flash_attention.mosaic_bwd import flash_attention_backward
 
-    lse, rest = _scaled(masks.LogSum(lse, rest), _to_base_2(rules))
-    grads = flash_attention_backward(query, key, value, out, lse, rest, dout, cfg=params, **_rules(extras, rules))
-    return *grads, None
+    lse, rest = _scaled(masks.LogSum(lse, rest), _to_base_2(call.rules))
+    saved = out, lse, rest, dout
+    return *flash_attention_backward(call.query, call.key, call.value, *saved, cfg=params, **_rules(call)), None
 
 
 def _to_base_2(rules: Rules) -> float:
@@ -139,7 +133,8 @@ def _scaled(sums: masks.LogSum, factor: float) -> masks.LogSum:
     return masks.LogSum(jnp.where(sums.lse == jnp.inf, jnp.inf, product.lse), product.rest)
 
 
-def _rules(extras: Extras, rules: Rules) -> dict[str, Any]:
+def _rules(call: Attention) -> dict[str, Any]:
+    extras, rules = call.extras, call.rules
     return {
         "scale": rules.scale,
         "lower": rules.lower,

@@ -26,7 +26,7 @@ from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_tiles import Tiles, packed_table
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import shared_barrier
-from ejkernel.kernels.hopper.launch import launch
+from ejkernel.kernels.hopper.launch import as_consumer, as_producer, launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
@@ -216,7 +216,7 @@ def _kernel(
 
     @pl.when(wg == cfg.consumers)
     def _produce():
-        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
+        as_producer(cfg.consumers)
 
         def load(ref, smem, full, free, batch, kv_head, kv_block, step):
             slot = slot_of(step)
@@ -254,7 +254,7 @@ def _kernel(
 
     @pl.when(wg < cfg.consumers)
     def _consume():
-        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
+        as_consumer(cfg.consumers)
         lse_tile, rest_tile = lse_smem.at[wg], rest_smem.at[wg]
         o_memory = q_smem[: len(layout.o)] if cfg.share_qo else o_smem
         o_shapes = tuple((WGMMA_ROWS, piece.width) for piece in layout.v)

@@ -34,7 +34,7 @@ from ejkernel.kernels.flash_attention.mosaic_scores import Scores, with_or_witho
 from ejkernel.kernels.flash_attention.mosaic_walk import Walk
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import shared_load
-from ejkernel.kernels.hopper.launch import launch
+from ejkernel.kernels.hopper.launch import as_consumer, as_producer, launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit
 
 _LOST = 2.0**-12  # Errors of the log-sum-exp below this are hidden by the rounding of weights to 16 bits.
@@ -180,7 +180,7 @@ def _kernel(
 
     @pl.when(wg == cfg.consumers)
     def _produce():
-        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
+        as_producer(cfg.consumers)
 
         def tile(i, step):
             at, keys = walk.tile(i), walk.keys(i)
@@ -224,7 +224,7 @@ def _kernel(
 
     @pl.when(wg < cfg.consumers)
     def _consume():
-        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
+        as_consumer(cfg.consumers)
         # Every buffer starts free.
         for keys in range(cfg.kv_stages):
             plgpu.barrier_arrive(mem.kv_free.at[keys])

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, key_width, whole_columns
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, in_memory, key_width
 
 _TILES = (64, 32, 16)
 
@@ -53,9 +53,9 @@ def tiled(shape: tuple[int, ...], dtype: Any, tile: int) -> Any:
 
 def operands(head_dim: int, value_dim: int, cfg: MosaicBwdConfig, *, interpret: bool) -> tuple[Operand, Operand]:
     """Returns how Q and K lie in shared memory, and V and dO."""
-    width, value_width = key_width(head_dim, cfg), whole_columns(value_dim)
+    width, value_width = key_width(head_dim, cfg), in_memory(value_dim)
     # The interpreter has no copies past the end: there, arrays are as wide as shared memory.
-    dim = width if interpret else whole_columns(head_dim)
+    dim = width if interpret else in_memory(head_dim)
     alone = width // cfg.consumers if cfg.divides_columns else width
     value_alone = value_width // cfg.consumers if cfg.split == "columns" else value_width
     return (

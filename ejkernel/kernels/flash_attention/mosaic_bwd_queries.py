@@ -25,7 +25,7 @@ from ejkernel.kernels.flash_attention.mosaic_schedule import tile_table
 from ejkernel.kernels.flash_attention.mosaic_scores import Hides, Scores, load_words, with_or_without_rest
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster, shared_barrier, shared_load
-from ejkernel.kernels.hopper.launch import launch
+from ejkernel.kernels.hopper.launch import as_consumer, as_producer, launch
 from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast, unhoisted
 
 _HEAD_GROUP = 4  # As in the forward kernel.
@@ -145,7 +145,7 @@ def _kernel(
 
     @pl.when(wg == cfg.consumers)
     def _produce():
-        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
+        as_producer(cfg.consumers)
 
         def tile(i, step):
             batch, head, row, start, count, *_ = decode(i)
@@ -184,7 +184,7 @@ def _kernel(
 
     @pl.when(wg < cfg.consumers)
     def _consume():
-        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
+        as_consumer(cfg.consumers)
         plgpu.barrier_arrive(mem.q_free.at[wg])
         for free in (mem.k_free, mem.v_free):
             for slot in range(free.shape[0]):

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.flash_attention import masks, pallas_tile, tile
-from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention
 from ejkernel.kernels.flash_attention.pallas_bias import bias_gradient
 from ejkernel.kernels.flash_attention.pallas_blocks import Cut
 from ejkernel.kernels.flash_attention.pallas_cut import Part, Place, bundles, fitted
@@ -64,18 +64,9 @@ def _blocks(call: Attention, kernels: tuple[Kernel, ...]) -> list[tuple[int, int
     return [guess, *(block for block in fitting if block != guess)]
 
 
-def forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    extras: Extras,
-    rules: Rules,
-    params: FwdParams | None = None,
-    *,
-    interpret: bool = False,
-) -> tuple[Array, masks.LogSum]:
+def forward(call: Attention, params: FwdParams | None = None, *, interpret: bool = False) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
-    call = Attention(query, key, value, extras, rules)
+    query, _, value, extras, _ = call
     cut = _cut(call, params, ("forward",))
     batch, q_len, heads, _ = query.shape
     dim = value.shape[3]
@@ -125,11 +116,7 @@ def _forward_kernel(refs: Any, o_ref: Any, sums_ref: Any, o_acc: Any, m_acc: Any
 
 
 def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    extras: Extras,
-    rules: Rules,
+    call: Attention,
     lse: Array,
     delta: Array,
     dout: Array,
@@ -138,7 +125,7 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns the gradients of query, key, value and bias."""
-    call = Attention(query, key, value, extras, rules)
+    query, key, value, extras, _ = call
     cut = _cut(call, params, _BACKWARD)
     (batch, q_len, heads, dim), (kv_len, kv_heads, value_dim) = query.shape, value.shape[1:]
     units = pallas_tile.in_units(lse, cut.unit)

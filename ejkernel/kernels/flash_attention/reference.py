@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.flash_attention import masks, xla
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 
 Array = jax.Array
 
@@ -97,7 +97,7 @@ def with_log_sum(query: Array, key: Array, value: Array, extras: Extras, rules: 
     """XLA tiles of float32 arguments: the output and the log-sum-exp of each row."""
     rules = replace(rules, precision=rules.precision or jax.lax.Precision.HIGHEST)
     q, k, v = (x.astype(masks.accumulator(x.dtype)) for x in (query, key, value))
-    out, sums = xla.forward(q, k, v, extras, rules)
+    out, sums = xla.forward(Attention(q, k, v, extras, rules))
     return out.astype(query.dtype), sums.lse
 
 
@@ -109,7 +109,7 @@ def tiled(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
 
     def forward(q: Array, k: Array, v: Array, bias: Any, aux: Any) -> tuple[Array, Any]:
         own = extras._replace(bias=bias, softmax_aux=aux)
-        out, sums = xla.forward(q, k, v, own, rules)
+        out, sums = xla.forward(Attention(q, k, v, own, rules))
         return out, (q, k, v, own, out, sums)
 
     def backward(saved: Any, dout: Array) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ def tiled(args: tuple[Any, ...], extras: Extras, rules: Rules) -> Array:
         delta = masks.row_products(out, dout, sums.lse.dtype) if rules.normalize else jnp.zeros_like(sums.lse)
         sinks = None if own.softmax_aux is None else masks.sinks_gradient(sums, delta, own.softmax_aux)
         dout, delta = masks.unlost(dout, delta, sums.rest)
-        return *xla.backward(q, k, v, own, rules, sums.lse, delta, dout), sinks
+        return *xla.backward(Attention(q, k, v, own, rules), sums.lse, delta, dout), sinks
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)

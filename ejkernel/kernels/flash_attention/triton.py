@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.flash_attention import masks, tile
-from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention
 from ejkernel.kernels.flash_attention.triton_bias import bias_gradient
 from ejkernel.kernels.flash_attention.triton_cut import Cut
 from ejkernel.ops.core.kernel import Invocation
@@ -97,18 +97,10 @@ def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
     return [default_backward(head_dim), *space]
 
 
-def forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    extras: Extras,
-    rules: Rules,
-    params: FwdParams | None = None,
-    *,
-    interpret: bool = False,
-) -> tuple[Array, masks.LogSum]:
+def forward(call: Attention, params: FwdParams | None = None, *, interpret: bool = False) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
-    cut = _cut(Attention(query, key, value, extras, rules), params or default_forward(query.shape[3]))
+    query, _, value, extras, _ = call
+    cut = _cut(call, params or default_forward(query.shape[3]))
     batch, heads = query.shape[0], query.shape[2]
     row = ((batch, heads, cut.q_length), jnp.float32), cut.per_query()
     out, *sums = tile.call(
@@ -147,11 +139,7 @@ def _forward_kernel(refs: Any, o_ref: Any, lse_ref: Any, rest_ref: Any, *, cut: 
 
 
 def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    extras: Extras,
-    rules: Rules,
+    call: Attention,
     lse: Array,
     delta: Array,
     dout: Array,
@@ -160,7 +148,8 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns the gradients of query, key, value and bias."""
-    cut = _cut(Attention(query, key, value, extras, rules), params or default_backward(query.shape[3]))
+    query, key, value, extras, _ = call
+    cut = _cut(call, params or default_backward(query.shape[3]))
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     saved = {

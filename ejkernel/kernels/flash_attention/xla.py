@@ -38,15 +38,13 @@ def _blocks(inv: Invocation[Any, Any], *, backward: bool) -> list[tuple[int, int
     return xla_blocks.space(Attention.of(inv.args, inv.kwargs), backward=backward)
 
 
-def forward(
-    query: Array, key: Array, value: Array, extras: Extras, rules: Rules, params: FwdParams | None = None
-) -> tuple[Array, masks.LogSum]:
+def forward(call: Attention, params: FwdParams | None = None) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q].
 
     Without normalisation the latter is the maximum of the row.
     """
-    run = partial(_forward, rules, params)
-    return _derivable(run, extras, rules)(query, key, value, extras)
+    *arrays, rules = call
+    return _derivable(partial(_forward, rules, params), call)(*arrays)
 
 
 def _forward(
@@ -102,19 +100,11 @@ def _softmax(tiles: Tiles, q: Array, i: Array) -> tuple[Array, Array, Array]:
 
 
 def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    extras: Extras,
-    rules: Rules,
-    lse: Array,
-    delta: Array,
-    dout: Array,
-    params: BwdParams | None = None,
+    call: Attention, lse: Array, delta: Array, dout: Array, params: BwdParams | None = None
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns the gradients of query, key, value and bias; `lse` and `delta` are [batch, heads, q]."""
-    run = partial(_backward, rules, params)
-    return _derivable(run, extras, rules)(query, key, value, extras, lse, delta, dout)
+    *arrays, rules = call
+    return _derivable(partial(_backward, rules, params), call)(*arrays, lse, delta, dout)
 
 
 def _backward(
@@ -175,17 +165,18 @@ def _backward_columns(tiles: Tiles, saved: tuple[Array, Array, Array], carry: An
     return tuple(carry), (dk, dv)
 
 
-def _derivable(run: Callable[..., Any], extras: Extras, rules: Rules) -> Callable[..., Any]:
+def _derivable(run: Callable[..., Any], call: Attention) -> Callable[..., Any]:
     """`run` of which JAX can take any derivative.
 
     It cannot go back through loops whose bounds only the running program knows: derivatives are those of all tiles.
     """
-    arrays = (rules.lower, rules.upper, extras.q_segment_ids, extras.q_positions, extras.mask)
-    if all(x is None for x in arrays):
+    extras, rules = call.extras, call.rules
+    bounds = (rules.lower, rules.upper, extras.q_segment_ids, extras.q_positions, extras.mask)
+    if all(x is None for x in bounds):
         return partial(run, all_tiles=False)
-    call = jax.custom_jvp(partial(run, all_tiles=False))
-    call.defjvp(lambda primals, tangents: jax.jvp(partial(run, all_tiles=True), primals, tangents))
-    return call
+    derivable = jax.custom_jvp(partial(run, all_tiles=False))
+    derivable.defjvp(lambda primals, tangents: jax.jvp(partial(run, all_tiles=True), primals, tangents))
+    return derivable
 
 
 def _over_blocks(fn: Callable[[Any, Array], Any], carry: Any, count: int) -> tuple[Any, Any]:

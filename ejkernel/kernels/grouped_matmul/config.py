@@ -10,14 +10,7 @@ from typing import Literal, TypeVar
 import jax.numpy as jnp
 
 from ejkernel.kernels.grouped_matmul.dimensions import Dimensions
-from ejkernel.kernels.hopper.chip import (
-    BARRIER_BYTES,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    SMS,
-    WGMMA_ROWS,
-    unfit_block,
-)
+from ejkernel.kernels.hopper.chip import BARRIER_BYTES, SMS, WGMMA_ROWS, unfit_block
 from ejkernel.ops.utils.devices import HOPPER
 
 STEP = 64  # Elements of the contraction in one step: one swizzle of 16-bit elements.
@@ -57,14 +50,6 @@ class _Tile:
     def height(self) -> int:
         """Rows of the left operand in a tile."""
         return self.consumers * WGMMA_ROWS
-
-    @property
-    def consumer_registers(self) -> int:
-        return CONSUMER_REGISTERS[self.consumers]
-
-    @property
-    def producer_registers(self) -> int:
-        return PRODUCER_REGISTERS[self.consumers]
 
     def smem_bytes(self, out_bytes: int = 2) -> int:
         """Shared memory of one block: the rings of both operands, and what stores go through."""

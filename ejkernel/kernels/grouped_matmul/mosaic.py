@@ -8,15 +8,19 @@ of this one. There are two kernels, by which operand is the left one of the matr
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul import mosaic_rows, mosaic_weights
-from ejkernel.kernels.grouped_matmul.config import STEP, MosaicConfig, space, unaligned
+from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicConfig, space, unaligned
 from ejkernel.kernels.grouped_matmul.dimensions import product
 from ejkernel.kernels.hopper.chip import SMS
+from ejkernel.kernels.hopper.cluster import shared_barrier
+from ejkernel.kernels.hopper.launch import launch
 from ejkernel.ops.core.operation import OperationArgumentError
 
 Array = jax.Array
@@ -38,20 +42,29 @@ def forward(
 
     `rhs` is `[G, K, N]`, with `transpose_rhs` `[G, N, K]`. The first group begins at `first_row`.
     """
-    out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
-    sizes = product(lhs, rhs, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-    cfg = cfg or space(sizes)[0]
-    if cfg.left == "rows" and (reason := unaligned(sizes, STEP)):
+    dims = product(lhs, rhs, transpose_rhs=transpose_rhs, out_dtype=lhs.dtype if out_dtype is None else out_dtype)
+    cfg = cfg or space(dims)[0]
+    if cfg.left == "rows" and (reason := unaligned(dims, STEP)):
         raise OperationArgumentError(f'grouped_matmul: cfg has left="rows", for which {reason}. Take left="weights".')
-    kernel = mosaic_rows if cfg.left == "rows" else mosaic_weights
-    return kernel.forward(
-        lhs,
-        rhs,
-        group_sizes,
-        transpose_rhs=transpose_rhs,
-        out_dtype=out_dtype,
-        first_row=first_row,
-        cfg=cfg,
-        interpret=interpret,
+    by = mosaic_rows if cfg.left == "rows" else mosaic_weights
+    if by is mosaic_rows and (missing := -dims.rows % ALIGNED_ROWS):
+        lhs = jnp.pad(lhs, ((0, missing), (0, 0)))
+    tiling = by.tiling(cfg, dims.n)
+    table, facts = tiling.items(group_sizes, dims.rows, first_row)
+    blocks = min(blocks // cfg.cluster, table[0].shape[0])
+    options = {"transpose_rhs": transpose_rhs, "interpret": bool(interpret)}
+    out = launch(
+        functools.partial(by.kernel, cfg=cfg, tiling=tiling, rows=dims.rows, blocks=blocks, **options),
+        *(lhs, rhs, *table, *facts),
+        out_type=jax.ShapeDtypeStruct((lhs.shape[0], dims.n), dims.out_dtype),
         blocks=blocks,
+        cluster=cfg.cluster,
+        consumers=cfg.consumers,
+        scratch={
+            **by.scratch(cfg, lhs.dtype, dims.out_dtype, **options),
+            "free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
+            "ahead": plgpu.Barrier(),
+        },
+        interpret=interpret,
     )
+    return out if lhs.shape[0] == dims.rows else out[: dims.rows]

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul.config import ALIGNED_ROWS, STEP, MosaicDrhsConfig, drhs_space
 from ejkernel.kernels.grouped_matmul.dimensions import contraction
-from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
+from ejkernel.kernels.grouped_matmul.mosaic_pipeline import Ring, walk
 from ejkernel.kernels.grouped_matmul.mosaic_rows_store import staging, store, zero_rows
 from ejkernel.kernels.grouped_matmul.mosaic_tables import ordered
 from ejkernel.kernels.hopper.chip import SMS, WGMMA_ROWS
@@ -99,13 +99,11 @@ def _kernel(
     ahead,
 ):
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
+    ring = Ring(cfg, wg, full, free, ahead)
     place = place_in_cluster(cfg.cluster)
     row_tiles, column_tiles = tiles
     groups, per_group = out_ref.shape[0], row_tiles * column_tiles
     mine = lax.div(groups * per_group - block + (blocks - 1), jnp.int32(blocks))
-
-    def slot_of(step):
-        return lax.rem(step, jnp.int32(cfg.stages))
 
     def fetch(i):
         """Reads the group of this block's item `i`; it is used one tile later, so the load costs no time."""
@@ -125,15 +123,13 @@ def _kernel(
         steps = jnp.where(end > start, lax.div(end - base + (STEP - 1), jnp.int32(STEP)), 0)
         return (group, start, end, base, row * cfg.height, column * cfg.width), steps
 
-    @pl.when(wg == cfg.consumers)
-    def _produce():
-        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
-
+    @ring.produce
+    def _():
         def load_tile(item, steps, step):
             _, _, _, base, row, column = item
 
             def load(s, _):
-                slot = slot_of(step + s)
+                slot = ring.slot(step + s)
                 depth = pl.ds(base + s * STEP, STEP)
                 plgpu.barrier_wait(free.at[slot])
                 a, b = lhs_ref.at[depth, pl.ds(row, cfg.height)], dout_ref.at[depth, pl.ds(column, cfg.width)]
@@ -146,7 +142,7 @@ def _kernel(
             _, start, end, base, _, _ = item
 
             def mask(s, _):
-                slot = slot_of(step + s)
+                slot = ring.slot(step + s)
                 first, last = start - base - s * STEP, end - base - s * STEP
                 plgpu.barrier_wait(full.at[slot])
 
@@ -164,19 +160,14 @@ def _kernel(
             @pl.when(warp == 0)
             def _():
                 walk(mine, fetch, decode, load_tile)
-                for s in range(cfg.stages):
-                    plgpu.barrier_wait(free.at[s])
+                ring.wait()
 
             @pl.when(warp == 1)
             def _():
                 walk(mine, fetch, decode, mask_tile)
 
-    @pl.when(wg < cfg.consumers)
-    def _consume():
-        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
-        for s in range(cfg.stages):
-            plgpu.barrier_arrive(free.at[s])
-
+    @ring.consume
+    def _():
         def operands(slot):
             return a_smem.at[slot, :, pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)].transpose((1, 0)), b_smem.at[slot]
 
@@ -187,11 +178,8 @@ def _kernel(
 
             @pl.when(steps > 0)
             def _():
-                def prepare(s, slot):
-                    plgpu.barrier_wait(ready.at[slot])
-
-                parts = functools.partial(multiply, slot_of=slot_of, operands=operands, full=full, free=free)
-                value = parts((WGMMA_ROWS, cfg.width), step, steps, lambda s: lead(cfg, wg, ahead, s), prepare=prepare)
+                masked = lambda slot: plgpu.barrier_wait(ready.at[slot])
+                value = ring.multiply((WGMMA_ROWS, cfg.width), step, steps, operands, masked)
                 save(value.astype(out_ref.dtype), interpret=interpret)
 
             @pl.when(steps == 0)
@@ -199,7 +187,4 @@ def _kernel(
                 zeros = layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
                 save(zeros, interpret=interpret)
 
-        follow(cfg, wg, ahead)
-        done = walk(mine, fetch, decode, tile)
-        lead_out(cfg, wg, ahead, done)
-        plgpu.wait_smem_to_gmem(0)
+        return walk(mine, fetch, decode, tile)

@@ -1,7 +1,9 @@
-"""What the Hopper kernels for grouped products share: the walk over a block's tiles, and the loop over one tile."""
+"""What the Hopper kernels for grouped products share: the walk over a block's tiles, and the steps of one tile."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.hopper.launch import as_consumer, as_producer
 
 Array = jax.Array
 
@@ -30,62 +34,100 @@ def walk(mine: Any, fetch: Any, decode: Any, tile: Any) -> Any:
     return lax.fori_loop(0, mine, one, (jnp.int32(0), fetch(0)))[0]
 
 
-def multiply(
-    shape: tuple[int, int],
-    step: Any,
-    steps: Any,
-    begun: Any,
-    *,
-    slot_of: Any,
-    operands: Any,
-    full: Any,
-    free: Any,
-    prepare: Any = lambda s, slot: None,
-) -> Array:
-    """Sums the products, each `shape`, of `steps` steps from `step` on.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """Slots of shared memory that the producer fills and the consumers empty, a step of a product in each.
 
-    A step's memory is released while the next one runs.
+    The first consumer is `cfg.lag` steps ahead from the start, and stays so: it computes while the others store.
+
+    Attributes:
+      cfg: The config of the kernel.
+      wg: The number of this warpgroup.
+      full: The barriers on which the producer arrives.
+      free: Those on which the consumers arrive.
+      ahead: That on which the other consumers wait for the first.
     """
 
-    def body(acc):
-        def product(s):
-            slot = slot_of(step + s)
-            plgpu.barrier_wait(full.at[slot])
-            prepare(s, slot)
-            plgpu.wgmma(acc, *operands(slot))
-            begun(step + s)
+    cfg: Any
+    wg: Any
+    full: Any
+    free: Any
+    ahead: Any
 
-        product(0)
+    def slot(self, step: Any) -> Any:
+        """Where a step is."""
+        return lax.rem(step, jnp.int32(self.cfg.stages))
 
-        def advance(s, _):
-            product(s)
-            plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(free.at[slot_of(step + s - 1)])
+    def produce(self, run: Callable[[], None]) -> None:
+        """Calls `run` in the warpgroup of the producer; its last act is to `wait`."""
 
-        lax.fori_loop(1, steps, advance, None)
-        value = acc[...]
-        plgpu.barrier_arrive(free.at[slot_of(step + steps - 1)])
-        return value
+        @pl.when(self.wg == self.cfg.consumers)
+        def _():
+            as_producer(self.cfg.consumers)
+            run()
 
-    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+    def wait(self) -> None:
+        """Waits until all is free: before a block ends, all arrivals must be waited for, and data that others send."""
+        for s in range(self.cfg.stages):
+            plgpu.barrier_wait(self.free.at[s])
 
+    def consume(self, run: Callable[[], Any]) -> None:
+        """Calls `run`, which returns the number of steps, in the warpgroups of the consumers."""
 
-# The first consumer is `cfg.lag` steps ahead from the start, and stays so: it computes while the others store.
+        @pl.when(self.wg < self.cfg.consumers)
+        def _():
+            as_consumer(self.cfg.consumers)
+            for s in range(self.cfg.stages):
+                plgpu.barrier_arrive(self.free.at[s])
+            if self.cfg.lag:
+                pl.when(self.wg > 0)(lambda: plgpu.barrier_wait(self.ahead))
+            done = run()
+            if self.cfg.lag:  # There may have been too few steps for `_begun`.
+                pl.when((self.wg == 0) & (done <= self.cfg.lag))(lambda: plgpu.barrier_arrive(self.ahead))
+            plgpu.wait_smem_to_gmem(0)
 
+    def _begun(self, step: Any) -> None:
+        """Lets the others begin once the first consumer is far enough."""
+        if self.cfg.lag:
+            pl.when((self.wg == 0) & (step == self.cfg.lag))(lambda: plgpu.barrier_arrive(self.ahead))
 
-def follow(cfg: Any, wg: Any, ahead: Any) -> None:
-    """Makes the other consumers wait for the first."""
-    if cfg.lag:
-        pl.when(wg > 0)(lambda: plgpu.barrier_wait(ahead))
+    def skip(self, step: Any, steps: Any) -> None:
+        """Goes on by `steps` steps, with which this consumer has nothing to do."""
 
+        def one(s, _):
+            slot = self.slot(step + s)
+            plgpu.barrier_wait(self.full.at[slot])
+            self._begun(step + s)
+            plgpu.barrier_arrive(self.free.at[slot])
 
-def lead(cfg: Any, wg: Any, ahead: Any, step: Any) -> None:
-    """Lets the others begin once the first consumer is far enough."""
-    if cfg.lag:
-        pl.when((wg == 0) & (step == cfg.lag))(lambda: plgpu.barrier_arrive(ahead))
+        lax.fori_loop(0, steps, one, None)
 
+    def multiply(
+        self, shape: tuple[int, int], step: Any, steps: Any, operands: Any, prepare: Any = lambda slot: None
+    ) -> Array:
+        """Sums the products of `operands(slot)`, each `shape`, of `steps` steps from `step` on.
 
-def lead_out(cfg: Any, wg: Any, ahead: Any, done: Any) -> None:
-    """Lets the others begin if there were too few steps for `lead`."""
-    if cfg.lag:
-        pl.when((wg == 0) & (done <= cfg.lag))(lambda: plgpu.barrier_arrive(ahead))
+        A step's memory is released while the next one runs.
+        """
+
+        def body(acc):
+            def product(s):
+                slot = self.slot(step + s)
+                plgpu.barrier_wait(self.full.at[slot])
+                prepare(slot)
+                plgpu.wgmma(acc, *operands(slot))
+                self._begun(step + s)
+
+            product(0)
+
+            def advance(s, _):
+                product(s)
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(self.free.at[self.slot(step + s - 1)])
+
+            lax.fori_loop(1, steps, advance, None)
+            value = acc[...]
+            plgpu.barrier_arrive(self.free.at[self.slot(step + steps - 1)])
+            return value
+
+        return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]

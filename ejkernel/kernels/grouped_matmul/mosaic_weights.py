@@ -18,74 +18,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.grouped_matmul.config import STEP, MosaicConfig
-from ejkernel.kernels.grouped_matmul.mosaic_pipeline import follow, lead, lead_out, multiply, walk
-from ejkernel.kernels.grouped_matmul.mosaic_tables import extent
-from ejkernel.kernels.grouped_matmul.mosaic_weights_items import (
-    Item,
-    Tiling,
-    item_of_group,
-    item_of_zeros,
-    items,
-    zero_items,
-)
+from ejkernel.kernels.grouped_matmul.mosaic_pipeline import Ring
+from ejkernel.kernels.grouped_matmul.mosaic_weights_items import Tiling
 from ejkernel.kernels.grouped_matmul.mosaic_weights_store import copy_rows, put, widen
+from ejkernel.kernels.grouped_matmul.mosaic_work import Work
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
-from ejkernel.kernels.hopper.cluster import AXIS, place_in_cluster, shared_barrier
-from ejkernel.kernels.hopper.launch import SWIZZLED, launch
+from ejkernel.kernels.hopper.cluster import AXIS, place_in_cluster
+from ejkernel.kernels.hopper.launch import SWIZZLED
 from ejkernel.kernels.hopper.wgmma import layout_cast
 
 Array = jax.Array
 _PLAIN = (plgpu.SwizzleTransform(128),)
 
 
-def forward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: jnp.dtype,
-    first_row: Array | None,
-    cfg: MosaicConfig,
-    interpret: Any,
-    blocks: int,
-) -> Array:
-    """As `mosaic.forward`."""
-    rows = lhs.shape[0]
-    n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    tiling = Tiling(cfg.width, cfg.grain, -(-n // (cfg.height * cfg.cluster)), cfg.band, cfg.order)
-    table, facts = items(group_sizes, rows, tiling, first_row)
-    blocks = min(blocks // cfg.cluster, table[0].shape[0])
+def tiling(cfg: MosaicConfig, n: int) -> Tiling:
+    """How the result is cut."""
+    return Tiling(cfg.width, cfg.grain, -(-n // (cfg.height * cfg.cluster)), cfg.band, cfg.order)
+
+
+def scratch(cfg: MosaicConfig, dtype: Any, out_dtype: Any, *, transpose_rhs: bool, interpret: Any) -> dict[str, Any]:
+    """The memory of a block, and the barriers on which its producer arrives."""
     across = 128 // out_dtype.itemsize
-    scratch = {
-        "weights": _two_views((cfg.stages, cfg.consumers, WGMMA_ROWS, STEP), rhs.dtype, interpret),
-        "tokens": _two_views((cfg.stages, cfg.width, STEP), lhs.dtype, interpret),
+    return {
+        "weights": _two_views((cfg.stages, cfg.consumers, WGMMA_ROWS, STEP), dtype, interpret),
+        "tokens": _two_views((cfg.stages, cfg.width, STEP), dtype, interpret),
         "o_smem": plgpu.SMEM(
             (cfg.consumers, cfg.slots, WGMMA_ROWS // across, cfg.store, across), out_dtype, transforms=_PLAIN
         ),
         "full": plgpu.Barrier(num_barriers=cfg.stages, num_arrivals=1 + cfg.consumers),
-        "free": shared_barrier(cfg.cluster, cfg.stages, cfg.consumers),
-        "ahead": plgpu.Barrier(),
     }
-    body = functools.partial(
-        _kernel,
-        cfg=cfg,
-        tiling=tiling,
-        rows=rows,
-        transpose_rhs=transpose_rhs,
-        blocks=blocks,
-        interpret=bool(interpret),
-    )
-    return launch(
-        body,
-        *(lhs, rhs, *table, *facts),
-        out_type=jax.ShapeDtypeStruct((rows, n), out_dtype),
-        blocks=blocks,
-        cluster=cfg.cluster,
-        consumers=cfg.consumers,
-        scratch=scratch,
-        interpret=interpret,
-    )
 
 
 def _two_views(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
@@ -98,7 +59,7 @@ def _two_views(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
     return plain if interpret else plgpu.RefUnion(plain, plgpu.SMEM(shape, dtype, transforms=SWIZZLED))
 
 
-def _kernel(
+def kernel(
     lhs_ref,
     rhs_ref,
     *refs: Any,
@@ -114,31 +75,18 @@ def _kernel(
     full,
     free,
     ahead,
-):
-    *table_refs, total_ref, ends_ref, first_ref, out_ref = refs
+) -> None:
+    """What a warpgroup does."""
+    *table_refs, out_ref = refs
     # The interpreter keeps the two views of a union apart; there, one serves both.
     (weights_in, weights), (tokens_in, tokens) = ((x, x) if interpret else x for x in (weights, tokens))
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
     place = place_in_cluster(cfg.cluster)
     steps = -(-lhs_ref.shape[1] // STEP)
-    count, first, end = extent(total_ref, ends_ref, first_ref, rows)
-    mine = lax.div(count + zero_items(tiling, rows, first, end) - block + (blocks - 1), jnp.int32(blocks))
-    last_item = table_refs[0].shape[0] - 1
+    work, ring = Work(tiling, table_refs, rows, block, blocks), Ring(cfg, wg, full, free, ahead)
 
-    def slot_of(step):
-        return lax.rem(step, jnp.int32(cfg.stages))
-
-    def fetch(i):
-        """Reads the table's row for this block's item `i`; it is used one tile later, so the load costs no time."""
-        return tuple(ref[jnp.minimum(block + i * blocks, last_item)] for ref in table_refs)
-
-    def decode(i, fields):
-        """This block's part of its item `i`, and how many steps it makes for it."""
-        number = block + i * blocks
-        item = item_of_group(tiling, fields, number)
-        other = item_of_zeros(tiling, rows, first, end, number - count)
-        pick = lambda a, b: jnp.where(number < count, a, b)
-        item = Item(*(pick(getattr(item, f.name), getattr(other, f.name)) for f in dataclasses.fields(Item)))
+    def decode(_, item):
+        """This block's part of an item, and how many steps it makes for it."""
         loads = jnp.where((item.group >= 0) & (item.row < item.end), jnp.int32(steps), 0)
         return dataclasses.replace(item, column=(item.column * cfg.cluster + place) * cfg.height), loads
 
@@ -147,14 +95,12 @@ def _kernel(
         for less, most in itertools.pairwise((0, *widths)):
             pl.when((width > less) & (width <= most))(functools.partial(run, most))
 
-    @pl.when(wg == cfg.consumers)
-    def _produce():
-        plgpu.set_max_registers(cfg.producer_registers, action="decrease")
-
+    @ring.produce
+    def _():
         def tile(item, loads, step):
             def load_all(width):
                 def load(s, _):
-                    slot = slot_of(step + s)
+                    slot = ring.slot(step + s)
                     depth = pl.ds(s * STEP, STEP)
                     plgpu.barrier_wait(free.at[slot])
                     for c in range(cfg.consumers):
@@ -174,17 +120,11 @@ def _kernel(
 
             by_width(item.width, cfg.load_widths, load_all)
 
-        walk(mine, fetch, decode, tile)
-        # All barrier arrivals must be waited for before a block ends, and so must data that other blocks still send.
-        for s in range(cfg.stages):
-            plgpu.barrier_wait(free.at[s])
+        work.walk(decode, tile)
+        ring.wait()
 
-    @pl.when(wg < cfg.consumers)
-    def _consume():
-        plgpu.set_max_registers(cfg.consumer_registers, action="increase")
-        for s in range(cfg.stages):
-            plgpu.barrier_arrive(free.at[s])
-
+    @ring.consume
+    def _():
         def tile(item, loads, step):
             def compute(width):
                 def operands(slot):
@@ -192,9 +132,7 @@ def _kernel(
                     right = tokens.at[slot, pl.ds(0, width)].transpose((1, 0))
                     return left if transpose_rhs else left.transpose((1, 0)), right
 
-                begun = lambda s: lead(cfg, wg, ahead, s)
-                parts = functools.partial(multiply, slot_of=slot_of, operands=operands, full=full, free=free)
-                value = parts((WGMMA_ROWS, width), step, steps, begun).astype(out_ref.dtype)
+                value = ring.multiply((WGMMA_ROWS, width), step, steps, operands).astype(out_ref.dtype)
                 return widen(value, cfg.width, interpret=interpret)
 
             def zeros():
@@ -207,10 +145,7 @@ def _kernel(
             last = jnp.minimum(item.end, item.row + item.width)
             _store(value, o_smem.at[wg], out_ref, item.row, last, item.column + wg * WGMMA_ROWS, interpret=interpret)
 
-        follow(cfg, wg, ahead)
-        done = walk(mine, fetch, decode, tile)
-        lead_out(cfg, wg, ahead, done)
-        plgpu.wait_smem_to_gmem(0)
+        return work.walk(decode, tile)
 
 
 def _store(value: Array, o_smem: Any, out_ref: Any, row: Any, end: Any, column: Any, *, interpret: bool) -> None:

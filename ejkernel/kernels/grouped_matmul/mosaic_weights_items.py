@@ -16,6 +16,18 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """An item of work: its tile's first row and width, and the group's rows."""
+
+    group: Any
+    row: Any
+    width: Any
+    start: Any
+    end: Any
+    column: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tiling:
     """How rows and columns of the result are cut; an item of work is what a cluster computes at a time.
 
@@ -53,88 +65,66 @@ class Tiling:
         """How many items there can be, without those of zeros."""
         return (rows // self.rows + groups) * self.column_items
 
+    def items(
+        self, group_sizes: Array, rows: int, first_row: Array | None
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """The table of items; and their number and the rows that belong to no group, for `extent`.
 
-def items(
-    group_sizes: Array, rows: int, tiling: Tiling, first_row: Array | None
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The table of items; and their number and the rows that belong to no group, for `extent`.
+        The table has four columns: the group, its first row, its end, and its first item.
+        """
+        sizes, first = jnp.asarray(group_sizes, jnp.int32), first_of(first_row)
+        groups = sizes.shape[0]
+        counts = self.tiles(sizes) * self.column_items
+        square = (groups, groups)
+        my_group, my_size = (
+            lax.broadcast_in_dim(x, square, (0,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes)
+        )
+        its_group, its_size, counted = (
+            lax.broadcast_in_dim(x, square, (1,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes, counts)
+        )
+        sooner = its_group < my_group
+        if self.order != "as given":
+            mine, its = my_size, its_size
+            if self.order == "wide first":
+                # One number for each group: comparisons of rounded products would not always agree with each other.
+                mean = sizes.astype(jnp.float32) / jnp.maximum(self.tiles(sizes), 1).astype(jnp.float32)
+                mine, its = (lax.broadcast_in_dim(mean, square, axis) for axis in ((0,), (1,)))
+            sooner = (its > mine) | ((its == mine) & sooner)
+        before, ends = sums([jnp.where(sooner, counted, 0), jnp.where(its_group <= my_group, its_size, 0)], (1,))
+        starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
+        bound = self.bound(rows, groups)
+        item = lax.broadcasted_iota(jnp.int32, (bound, groups), 0)
+        group = lax.broadcasted_iota(jnp.int32, (bound, groups), 1)
+        here = (before[None] <= item) & (item < (before + counts)[None])
+        facts = [jnp.where(here, x, 0) for x in (group, starts[None], stops[None], before[None])]
+        # Every item holds the number of all items: a separate sum would be one more kernel.
+        facts.append(jnp.broadcast_to(counts[None], here.shape))
+        group, start, stop, offset, total = sums(facts, (1,))
+        return (group, start, stop, offset), (total, ends, first.reshape(1))
 
-    The table has four columns: the group, its first row, its end, and its first item.
-    """
-    sizes, first = jnp.asarray(group_sizes, jnp.int32), first_of(first_row)
-    groups = sizes.shape[0]
-    counts = tiling.tiles(sizes) * tiling.column_items
-    square = (groups, groups)
-    my_group, my_size = (lax.broadcast_in_dim(x, square, (0,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes))
-    its_group, its_size, counted = (
-        lax.broadcast_in_dim(x, square, (1,)) for x in (jnp.arange(groups, dtype=jnp.int32), sizes, counts)
-    )
-    sooner = its_group < my_group
-    if tiling.order != "as given":
-        mine, its = my_size, its_size
-        if tiling.order == "wide first":
-            # One number for each group: comparisons of rounded products would not always agree with each other.
-            mean = sizes.astype(jnp.float32) / jnp.maximum(tiling.tiles(sizes), 1).astype(jnp.float32)
-            mine, its = (lax.broadcast_in_dim(mean, square, axis) for axis in ((0,), (1,)))
-        sooner = (its > mine) | ((its == mine) & sooner)
-    before, ends = sums([jnp.where(sooner, counted, 0), jnp.where(its_group <= my_group, its_size, 0)], (1,))
-    starts, stops = jnp.minimum(ends - sizes + first, rows), jnp.minimum(ends + first, rows)
-    bound = tiling.bound(rows, groups)
-    item = lax.broadcasted_iota(jnp.int32, (bound, groups), 0)
-    group = lax.broadcasted_iota(jnp.int32, (bound, groups), 1)
-    here = (before[None] <= item) & (item < (before + counts)[None])
-    facts = [jnp.where(here, x, 0) for x in (group, starts[None], stops[None], before[None])]
-    # Every item holds the number of all items: a separate sum would be one more kernel.
-    facts.append(jnp.broadcast_to(counts[None], here.shape))
-    group, start, stop, offset, total = sums(facts, (1,))
-    return (group, start, stop, offset), (total, ends, first.reshape(1))
+    def item_of_group(self, fields: tuple[Any, ...], number: Any) -> Item:
+        """What a row of the table says of item `number`."""
+        group, start, end, before = fields
+        local = number - before
+        size = end - start
+        tiles = self.tiles(size)
+        per_band = self.band * self.column_items
+        band = lax.div(local, jnp.int32(per_band))
+        height = jnp.clip(tiles - band * self.band, 1, self.band)
+        inside = local - band * per_band
+        column = lax.div(inside, height)
+        tile = band * self.band + (inside - column * height)
+        width = self.width(size, tiles)
+        row = tile * width
+        left = jnp.maximum(divided(jnp.maximum(size - row, 0) + (self.grain - 1), self.grain), 1) * self.grain
+        return Item(group, start + row, jnp.minimum(width, left), start, end, column)
 
+    def zero_items(self, start: Any, end: Any) -> Any:
+        """How many items rows of no group take, from `start` to `end`."""
+        return jnp.where(end > start, self.tiles(end - start) * self.column_items, 0)
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Item:
-    """An item of work: its tile's first row and width, and the group's rows."""
-
-    group: Any
-    row: Any
-    width: Any
-    start: Any
-    end: Any
-    column: Any
-
-
-def item_of_group(tiling: Tiling, fields: tuple[Any, ...], number: Any) -> Item:
-    """What a row of the table says of item `number`."""
-    group, start, end, before = fields
-    local = number - before
-    size = end - start
-    tiles = tiling.tiles(size)
-    per_band = tiling.band * tiling.column_items
-    band = lax.div(local, jnp.int32(per_band))
-    height = jnp.clip(tiles - band * tiling.band, 1, tiling.band)
-    inside = local - band * per_band
-    column = lax.div(inside, height)
-    tile = band * tiling.band + (inside - column * height)
-    width = tiling.width(size, tiles)
-    row = tile * width
-    left = jnp.maximum(divided(jnp.maximum(size - row, 0) + (tiling.grain - 1), tiling.grain), 1) * tiling.grain
-    return Item(group, start + row, jnp.minimum(width, left), start, end, column)
-
-
-def _zero_count(tiling: Tiling, start: Any, end: Any) -> Any:
-    return jnp.where(end > start, tiling.tiles(end - start) * tiling.column_items, 0)
-
-
-def zero_items(tiling: Tiling, rows: int, first: Any, end: Any) -> Any:
-    """How many items the rows of no group take."""
-    return _zero_count(tiling, jnp.int32(0), first) + _zero_count(tiling, end, jnp.int32(rows))
-
-
-def item_of_zeros(tiling: Tiling, rows: int, first: Any, end: Any, number: Any) -> Item:
-    """Item `number` of those for rows of no group."""
-    before = _zero_count(tiling, jnp.int32(0), first)
-    early = number < before
-    local = jnp.where(early, number, number - before)
-    start, stop = jnp.where(early, 0, end), jnp.where(early, first, rows)
-    tile = lax.div(local, jnp.int32(tiling.column_items))
-    row = start + tile * tiling.rows
-    return Item(jnp.int32(ZEROS), row, jnp.int32(tiling.rows), start, stop, local - tile * tiling.column_items)
+    def item_of_zeros(self, number: Any, start: Any, end: Any) -> Item:
+        """Item `number` of those."""
+        tile = lax.div(number, jnp.int32(self.column_items))
+        row = start + tile * self.rows
+        return Item(jnp.int32(ZEROS), row, jnp.int32(self.rows), start, end, number - tile * self.column_items)

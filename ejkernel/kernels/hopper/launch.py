@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.hopper.chip import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from ejkernel.kernels.hopper.cluster import cluster_options
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # What the matrix units read, in 16 bits.
@@ -63,3 +64,13 @@ def _call(body: Callable[..., None], tree: Any, *refs: Any, **scratch: Any) -> N
     """Calls `body` with the references to the arrays as they were given, then with the others."""
     count = tree.num_leaves
     body(*jax.tree.unflatten(tree, refs[:count]), *refs[count:], **scratch)
+
+
+def as_producer(consumers: int) -> None:
+    """Gives the registers of this warpgroup to the `consumers` others, as far as loading does not need them."""
+    plgpu.set_max_registers(PRODUCER_REGISTERS[consumers], action="decrease")
+
+
+def as_consumer(consumers: int) -> None:
+    """Takes as many registers as each of `consumers` warpgroups can have."""
+    plgpu.set_max_registers(CONSUMER_REGISTERS[consumers], action="increase")

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from ejkernel.kernels.flash_attention import pallas, triton
-from ejkernel.kernels.flash_attention.arguments import canonical
+from ejkernel.kernels.flash_attention.arguments import Attention, canonical
 
 DEVICES = {
     "cuda": AbstractDevice(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", num_cores=1),
@@ -33,9 +33,10 @@ def test_forward_and_backward_lower_for_their_device(module, platform, call):
     row = jax.ShapeDtypeStruct((2, 4, 512), jnp.float32)
 
     def both(q, k, v, lse, delta):
-        (q, k, v), extras, rules = canonical(q, k, v, **kwargs)
-        out, found = module.forward(q, k, v, extras, rules)
-        return out, found, module.backward(q, k, v, extras, rules, lse, delta, out)
+        qkv, extras, rules = canonical(q, k, v, **kwargs)
+        made = Attention(*qkv, extras, rules)
+        out, found = module.forward(made)
+        return out, found, module.backward(made, lse, delta, out)
 
     mesh = AbstractMesh((1,), ("x",), abstract_device=DEVICES[platform])
     with jax.sharding.use_abstract_mesh(mesh):

@@ -15,7 +15,7 @@ import pytest
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
 from ejkernel.kernels.flash_attention import cudnn, masks, rule, xla
-from ejkernel.kernels.flash_attention.arguments import Extras, Rules
+from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported_backward
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import ConfigCache, ConfigSelectorChain
@@ -58,12 +58,12 @@ def fake_cudnn(monkeypatch):
         return Rules(scale=scale, lower=None if window is None else 1 - window, upper=0 if causal else None)
 
     def forward(q, k, v, *, scale, causal, window):
-        out, sums = xla.forward(q, k, v, Extras(), rules(scale, causal, window))
+        out, sums = xla.forward(Attention(q, k, v, Extras(), rules(scale, causal, window)))
         return out, sums.lse
 
     def backward(q, k, v, out, lse, dout, *, scale, causal, window):
         delta = masks.row_products(out, dout, lse.dtype)
-        return xla.backward(q, k, v, Extras(), rules(scale, causal, window), lse, delta, dout)[:3]
+        return xla.backward(Attention(q, k, v, Extras(), rules(scale, causal, window)), lse, delta, dout)[:3]
 
     monkeypatch.setattr(_compat, "cudnn_forward", forward)
     monkeypatch.setattr(_compat, "cudnn_backward", backward)
@@ -111,7 +111,7 @@ def fake_hopper(monkeypatch):
     def forward(q, k, v, *, q_segment_ids, kv_segment_ids, mask=None, cfg=None, **rules):
         rules = Rules(**rules)
         extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, mask=mask)
-        out, sums = xla.forward(q, k, v, extras, rules)
+        out, sums = xla.forward(Attention(q, k, v, extras, rules))
         return out, sums.lse / jnp.log(2.0), sums.rest / jnp.log(2.0)
 
     def backward(q, k, v, out, lse, rest, dout, *, q_segment_ids, kv_segment_ids, mask, cfg=None, **rules):
@@ -119,7 +119,7 @@ def fake_hopper(monkeypatch):
         extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, mask=mask)
         lse, rest = lse * jnp.log(2.0), rest * jnp.log(2.0)
         dout, delta = masks.unlost(dout, masks.row_products(out, dout, lse.dtype), rest)
-        return xla.backward(q, k, v, extras, rules, lse, delta, dout)[:3]
+        return xla.backward(Attention(q, k, v, extras, rules), lse, delta, dout)[:3]
 
     home = "ejkernel.kernels.flash_attention"
     monkeypatch.setitem(sys.modules, f"{home}.mosaic", SimpleNamespace(flash_attention_forward=forward))
@@ -168,7 +168,8 @@ def test_cudnn_is_given_the_parts_of_a_batch_that_it_gets_right(monkeypatch):
     lse = jnp.ones((6, 2, 2, 16))
 
     def back(q, k, v, out, lse, dout):
-        return cudnn.backward(q, k, v, Extras(), Rules(scale=0.3, upper=0), lse, None, dout, None, out=out)[:3]
+        call = Attention(q, k, v, Extras(), Rules(scale=0.3, upper=0))
+        return cudnn.backward(call, lse, None, dout, None, out=out)[:3]
 
     alone = quick_jit(back)
     want = [alone(*x) for x in zip(q, k, v, out, lse, dout, strict=True)]

@@ -57,8 +57,8 @@ def test_one_query_does_not_copy_its_keys():
     q, k = jnp.zeros((2, 1, 8, 64)), jnp.zeros((2, 4096, 8, 64))
 
     def forward(q, k, v):
-        (q, k, v), extras, rules = canonical(q, k, v)
-        return xla.forward(q, k, v, extras, rules)[0]
+        qkv, extras, rules = canonical(q, k, v)
+        return xla.forward(Attention(*qkv, extras, rules))[0]
 
     used = jax.jit(forward).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes
     assert used < k.nbytes / 4

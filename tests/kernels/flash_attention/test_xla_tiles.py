@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.kernels.flash_attention import xla, xla_blocks
-from ejkernel.kernels.flash_attention.arguments import canonical
+from ejkernel.kernels.flash_attention.arguments import Attention, canonical
 from ejkernel.modules import FlashAttention, flash_attention
 from ejkernel.ops.utils.params import BwdParams, FwdParams
 from tests.kernels import contract
@@ -52,9 +52,10 @@ def test_short_calls_have_no_loop_and_no_padding(name):
     q, k = jnp.zeros(shape), jnp.zeros((shape[0], kv_len, *shape[2:]))
 
     def both(q, k):
-        (q, k, v), extras, rules = canonical(q, k, k, **kwargs)
-        out, sums = xla.forward(q, k, v, extras, rules)
-        return xla.backward(q, k, v, extras, rules, sums.lse, sums.lse, out)
+        qkv, extras, rules = canonical(q, k, k, **kwargs)
+        call = Attention(*qkv, extras, rules)
+        out, sums = xla.forward(call)
+        return xla.backward(call, sums.lse, sums.lse, out)
 
     text = jax.jit(both).lower(q, k).as_text()
     assert "stablehlo.while" not in text

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_rows_items, mosaic_weights_items
+from ejkernel.kernels.grouped_matmul import config, mosaic, mosaic_rows_items, mosaic_weights_items, mosaic_work
 from ejkernel.kernels.grouped_matmul.dimensions import product
 from ejkernel.kernels.grouped_matmul.mosaic_tables import extent, ordered
 from ejkernel.kernels.grouped_matmul.workloads import WORKLOADS, draw_group_sizes
@@ -117,18 +117,18 @@ def test_items_cover_every_row_and_column_once_and_with_their_own_group(trial, t
     owner = np.full(rows, -1)
     owner[first : first + inside] = np.repeat(np.arange(groups), sizes)
     by_rows = isinstance(tiling, mosaic_rows_items.Tiling)
-    kind = mosaic_rows_items if by_rows else mosaic_weights_items
     height, columns = (tiling.block_m, tiling.column_tiles) if by_rows else (tiling.rows, tiling.column_items)
 
     @jax.jit
     def walk(sizes, first):
-        table, facts = kind.items(sizes, rows, tiling, first)
+        table, facts = tiling.items(sizes, rows, first)
         count, begin, end = extent(*facts, rows)
         number = jnp.arange(tiling.bound(rows, groups), dtype=jnp.int32)
         later = jnp.arange((rows // height + 4) * columns, dtype=jnp.int32)
-        found = kind.item_of_group(tiling, table, number), kind.item_of_zeros(tiling, rows, begin, end, later)
+        zeros = mosaic_work.item_of_zeros(tiling, rows, begin, end, later)
+        found = tiling.item_of_group(table, number), zeros
         fields = [tuple(getattr(x, f.name) for f in dataclasses.fields(x)) for x in found]
-        return fields, (count, kind.zero_items(tiling, rows, begin, end))
+        return fields, (count, mosaic_work.zero_items(tiling, rows, begin, end))
 
     fields, counts = walk(jnp.asarray(sizes), jnp.int32(first))
     assert int(counts[0]) <= tiling.bound(rows, groups)
