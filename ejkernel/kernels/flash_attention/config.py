@@ -218,6 +218,13 @@ class MosaicBwdConfig:
         dq = self.block_q * width * 4 if self.dq == "bulk" else 0
         return keys + rings + scores + dq + 2 * self.stages * self.block_q * 4 + BARRIER_BYTES
 
+    @property
+    def id_bytes(self) -> int:
+        """What ids of segments add to the shared memory of a block, of the second kernel if there is one."""
+        if self.split == "keys":
+            return (self.stages * self.block_q + self.kv_stages * self.block_kv) * 4
+        return (self.dq_block_q + self.dq_k_stages * self.dq_block_kv) * 4
+
     def dq_smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block of the second kernel: Q and dO, the rings of K and V."""
         values = in_memory(head_dim if value_dim is None else value_dim)
@@ -238,8 +245,8 @@ class MosaicBwdConfig:
         """The same in the second kernel: dQ, scores and their gradient, the gradient before, and the rest."""
         return in_memory(head_dim) // 2 + self.dq_block_kv + self.dq_block_kv // 4 + 24
 
-    def unfit(self, head_dim: int, value_dim: int | None = None) -> str | None:
-        """Says why this config cannot run at these dims, or `None` if it can."""
+    def unfit(self, head_dim: int, value_dim: int | None = None, *, ids: bool = False) -> str | None:
+        """Says why this config cannot run at these dims, with or without ids of segments, or `None` if it can."""
         value_dim = head_dim if value_dim is None else value_dim
         if self.consumers not in (1, 2, 3):
             return f"consumers must be 1, 2 or 3, got {self.consumers}"
@@ -261,14 +268,15 @@ class MosaicBwdConfig:
             return f"kv_stages must be 1, or 2 with a split by keys, got {self.kv_stages}"
         if not 0 <= self.splits <= MAX_SPLITS:
             return f"splits must be 0 to {MAX_SPLITS}, got {self.splits}"
-        dims = head_dim, value_dim
-        reason = unfit_block(self.smem_bytes(*dims), self.live_registers(*dims), self.consumers)
-        return self._dq_unfit(*dims) if reason is None and self.dq == "kernel" else reason
+        dims, more = (head_dim, value_dim), self.id_bytes if ids else 0
+        smem = self.smem_bytes(*dims) + (more if self.split == "keys" else 0)
+        reason = unfit_block(smem, self.live_registers(*dims), self.consumers)
+        return self._dq_unfit(*dims, more) if reason is None and self.dq == "kernel" else reason
 
-    def _dq_unfit(self, head_dim: int, value_dim: int) -> str | None:
+    def _dq_unfit(self, head_dim: int, value_dim: int, more: int) -> str | None:
         if self.dq_k_stages < 2 or self.dq_v_stages < 1 or self.dq_block_kv % 64 or self.dq_cluster not in (1, 2):
             return "the kernel for dQ needs two tiles of K, one of V, a multiple of 64 keys, and clusters of 1 or 2"
-        smem = self.dq_smem_bytes(head_dim, value_dim)
+        smem = self.dq_smem_bytes(head_dim, value_dim) + more
         return unfit_block(smem, self.dq_live_registers(head_dim), self.consumers, " for dQ")
 
 

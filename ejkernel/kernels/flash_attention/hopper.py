@@ -74,10 +74,11 @@ def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
     query, _, value, extras, _ = Attention.of(inv.args, inv.kwargs)
     dims = query.shape[3], value.shape[3]
     guess = config.default_backward(*dims, full=_is_full(inv))
+    packed = extras.q_segment_ids is not None or extras.mask is not None
     near = [dataclasses.replace(guess, splits=splits) for splits in (1, 2, 4)]
-    if extras.q_segment_ids is None and extras.mask is None:  # Their ids need what is left of the memory.
-        near.append(dataclasses.replace(guess, kv_stages=2))
-    return [guess, *(cfg for cfg in near if cfg.unfit(*dims) is None), *config.backward_space(*dims)]
+    near += [] if packed else [dataclasses.replace(guess, kv_stages=2)]
+    others = [*near, *config.backward_space(*dims)]
+    return [guess, *(cfg for cfg in others if cfg.unfit(*dims, ids=packed) is None)]
 
 
 def _is_full(inv: Invocation[Any, Any]) -> bool:

@@ -14,8 +14,11 @@ import pytest
 
 from ejkernel.kernels.flash_attention import config as configs
 from ejkernel.kernels.flash_attention import mosaic_bwd_schedule, mosaic_support
+from ejkernel.kernels.flash_attention.hopper import backward_space
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_schedule import deal, tile_table
+from ejkernel.modules import FlashAttention
+from ejkernel.ops import Invocation
 from ejkernel.ops.utils.devices import HOPPER
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -160,6 +163,21 @@ def test_a_second_kernel_for_dq_fits_too(head_dim):
     cfgs = [cfg for cfg in configs.backward_space(head_dim) if cfg.dq == "kernel"]
     assert cfgs
     assert all(cfg.dq_smem_bytes(head_dim) <= HOPPER.block_bytes for cfg in cfgs)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_configs_of_packed_calls_leave_room_for_the_ids(head_dim):
+    x, ids = jax.ShapeDtypeStruct((1, 512, 2, head_dim), jnp.bfloat16), jax.ShapeDtypeStruct((1, 512), jnp.int32)
+
+    def space(segments):
+        args, kwargs = FlashAttention().prepare(x, x, x, q_segment_ids=segments, kv_segment_ids=segments)
+        return set(backward_space(Invocation(kernel=FlashAttention(), args=args, kwargs=kwargs)))
+
+    plain, packed = space(None), space(ids)
+    bytes_of = {cfg: cfg.smem_bytes(head_dim) + cfg.id_bytes for cfg in plain if cfg.split == "keys"}
+    full = {cfg for cfg, size in bytes_of.items() if size > HOPPER.block_bytes}
+    assert plain - packed == full | {cfg for cfg in plain if cfg.kv_stages > 1}
+    assert any(cfg.kv_stages == 1 for cfg in full) == (head_dim in (80, 128))
 
 
 def test_a_config_that_does_not_fit_says_why():
