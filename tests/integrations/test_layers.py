@@ -163,6 +163,11 @@ def test_flax_arguments_that_do_not_fit_are_named():
         flax_attention(q, q, q, mask=jnp.ones((3, 1, 5, 5)))
     with pytest.raises(AttentionArgumentError, match="same batch axes"):
         flax_attention(q, q[0], q[0])
+    for name in ("query", "key", "bias", "mask"):
+        with pytest.raises(AttentionArgumentError, match=f"flax_attention: {name} must be an array, got str"):
+            flax_attention(**{"query": q, "key": q, "value": q, name: "x"})
+    with pytest.raises(AttentionArgumentError, match="flax_attention: dtype must be a floating-point dtype"):
+        flax_attention(q, q, q, dtype="half a float")
 
 
 def test_flax_types_are_promoted():
