@@ -55,7 +55,7 @@ def flax_attention(
       precision: Of the matrix products.
       module: A layer that wants to keep the weights (`sow_weights=True`). Only Flax' own attention has them all at
         once, so that one runs, with memory quadratic in the sequence.
-      force_fp32_for_softmax: Has no effect: the softmax is always computed in float32.
+      force_fp32_for_softmax: The softmax is always in float32; with True the result is float32 too, as Linen's.
       einsum_dot_general: With one of Linen's own products (quantised ones), Linen's own attention runs.
       qk_attn_weights_einsum: The same.
       attn_weights_value_einsum: The same.
@@ -88,6 +88,7 @@ def flax_attention(
     options = {} if deterministic or not dropout_rate else {"dropout_prob": dropout_rate, "dropout_seed": dropout_rng}
     flat_query, flat_key, flat_value = (x.reshape(math.prod(axes), *x.shape[-3:]) for x in (query, key, value))
     out = attend(flat_query, flat_key, flat_value, bias, sight, precision=precision, **options)
+    out = out.astype(jnp.promote_types(out.dtype, jnp.float32)) if force_fp32_for_softmax else out
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 

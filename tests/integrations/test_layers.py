@@ -175,6 +175,9 @@ def test_flax_types_are_promoted():
     half = q.astype(jnp.bfloat16)
     assert jax.eval_shape(flax_attention, half, q, half).dtype == jnp.float32
     assert jax.eval_shape(lambda q: flax_attention(q, q, q, dtype=jnp.bfloat16), q).dtype == jnp.bfloat16
+    for run in (flax_attention, linen.dot_product_attention):
+        wide = jax.eval_shape(partial(run, force_fp32_for_softmax=True), half, half, half)
+        assert wide.dtype == jnp.float32
 
 
 def test_flax_masks_with_fewer_axes_than_batches():
