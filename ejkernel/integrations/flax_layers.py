@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, array
 from ejkernel.modules.dot_product_attention import attend
 from ejkernel.modules.hidden_rows import Sight
 
@@ -55,7 +55,7 @@ def flax_attention(
       precision: Of the matrix products.
       module: A layer that wants to keep the weights (`sow_weights=True`). Only Flax' own attention has them all at
         once, so that one runs, with memory quadratic in the sequence.
-      force_fp32_for_softmax: Has no effect: the softmax is always computed in float32.
+      force_fp32_for_softmax: The softmax is always in float32; with True the result is float32 too, as Linen's.
       einsum_dot_general: With one of Linen's own products (quantised ones), Linen's own attention runs.
       qk_attn_weights_einsum: The same.
       attn_weights_value_einsum: The same.
@@ -75,22 +75,29 @@ def flax_attention(
             einsum_dot_general=einsum_dot_general, qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum, promote_dtype=promote_dtype, is_causal=is_causal,
         )  # fmt: skip
-    query, key, value = (promote_dtype or _promoted)((query, key, value), dtype=dtype)
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    found = {name: None if x is None else array(name, x, _WHERE) for name, x in given.items()}
+    bias, mask = found["bias"], found["mask"]
+    query, key, value = (promote_dtype or _promoted)((found["query"], found["key"], found["value"]), dtype=dtype)
     _check(query, key, value)
     *axes, q_len, heads, _ = query.shape
     full = (*axes, heads, q_len, key.shape[-3])
-    mask = None if mask is None else _one_batch(jnp.asarray(mask) != 0, full, "mask")
+    mask = None if mask is None else _one_batch(mask != 0, full, "mask")
     sight = Sight(mask=mask, right=0 if is_causal else None)
-    bias = None if bias is None else _one_batch(jnp.asarray(bias), full, "bias")
+    bias = None if bias is None else _one_batch(bias, full, "bias")
     options = {} if deterministic or not dropout_rate else {"dropout_prob": dropout_rate, "dropout_seed": dropout_rng}
     flat_query, flat_key, flat_value = (x.reshape(math.prod(axes), *x.shape[-3:]) for x in (query, key, value))
     out = attend(flat_query, flat_key, flat_value, bias, sight, precision=precision, **options)
+    out = out.astype(jnp.promote_types(out.dtype, jnp.float32)) if force_fp32_for_softmax else out
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _promoted(arrays: tuple[Any, ...], dtype: Any) -> list[Array]:
     """Arrays of one floating-point type, as Flax makes them."""
-    found = jnp.result_type(*arrays) if dtype is None else jnp.dtype(dtype)
+    try:
+        found = jnp.result_type(*arrays) if dtype is None else jnp.dtype(dtype)
+    except TypeError as error:
+        raise _error(f"dtype must be a floating-point dtype or None, got {dtype!r}: {error}.") from error
     found = found if jnp.issubdtype(found, jnp.inexact) else jnp.promote_types(found, jnp.float32)
     return [jnp.asarray(x, found) for x in arrays]
 
@@ -128,5 +135,8 @@ def _flax_own(arrays: tuple[Any, ...], module: Any, shared: dict[str, Any], **ow
     return linen.dot_product_attention(*arrays, **shared, module=module, **own)
 
 
+_WHERE = "flax_attention"
+
+
 def _error(message: str) -> AttentionArgumentError:
-    return AttentionArgumentError(message, "flax_attention")
+    return AttentionArgumentError(message, _WHERE)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, broadcast_hint
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, array, broadcast_hint
 from ejkernel.kernels.flash_attention.jax_nn import jax_attention
 from ejkernel.modules.flash_attention import flash_attention, with_log_sum
 from ejkernel.modules.hidden_rows import HIDDEN, Sight, with_means
@@ -98,9 +98,9 @@ def dot_product_attention(
     """
     if implementation not in (None, "xla", "cudnn"):
         raise _error(f"implementation must be None, 'xla' or 'cudnn', got {implementation!r}.")
-    q, k, v = map(_four_axes, (query, key, value))
+    q, k, v = (_four_axes(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     given = {"mask": np.shape(mask), "bias": np.shape(bias)}
-    bias, mask = (None if x is None else _four_axes(x) for x in (bias, mask))
+    bias, mask = (None if x is None else _four_axes(name, x) for name, x in (("bias", bias), ("mask", mask)))
     _check(q, k, v, bias, mask, given)
     q_lengths = _lengths("query_seq_lengths", query_seq_lengths, k.shape[0])
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, k.shape[0])
@@ -145,7 +145,7 @@ def attend(
         # Kernels have it as a constant.
         wide = jnp.promote_types(query.dtype, jnp.float32)
         query, scale = (query.astype(wide) * scale).astype(query.dtype), 1.0
-    scale = None if scale is None else float(scale)
+    scale = None if scale is None else _number(scale)
     given = {"attention_mask": sight.mask, "softmax_scale": scale, **_segments(sight, query, key), **options}
     given |= _band(sight)
     if return_residual:
@@ -164,8 +164,8 @@ def attend(
 # --- Arguments ---
 
 
-def _four_axes(x: Any) -> Array:
-    x = jnp.asarray(x)
+def _four_axes(name: str, x: Any) -> Array:
+    x = jnp.asarray(array(name, x, _WHERE))
     return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
 
 
@@ -211,10 +211,17 @@ def _check(
 def _lengths(name: str, x: Any, batch: int) -> Array | None:
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = jnp.asarray(array(name, x, _WHERE))
     if x.shape != (batch,) or x.dtype != jnp.int32:
         raise _error(f"{name} must be int32 of shape [{batch}], got {x.dtype}{list(x.shape)}.")
     return x
+
+
+def _number(scale: Any) -> float:
+    try:
+        return float(scale)
+    except (TypeError, ValueError) as error:
+        raise _error(f"scale must be a real number, or None for head_dim ** -0.5, got {scale!r}.") from error
 
 
 def _is_ours(query: Array, key: Array, scale: Any) -> bool:
@@ -229,7 +236,11 @@ def _window(window: Any, q_len: int, kv_len: int, mask: Array | None) -> tuple[t
     """The window, and the mask, which has windows that begin after a query's place, end before it, or are traced."""
     if window is None:
         return (None, None), mask
-    left, right = (window, window) if isinstance(window, int) else window
+    pair = (window, window) if isinstance(window, (int, np.integer)) else window
+    sides = tuple(pair) if np.iterable(pair) else ()
+    if len(sides) != 2 or not all(isinstance(x, (int, float, np.generic, np.ndarray, Array)) for x in sides):
+        raise _error(f"local_window_size must be an integer or a pair (left, right) of integers, got {window!r}.")
+    left, right = sides
     try:
         # As far as queries and keys reach: sums of places and bounds are int32.
         left, right = _within(left, -kv_len, q_len), _within(right, -q_len, kv_len)
@@ -270,5 +281,8 @@ def _segments(sight: Sight, query: Array, key: Array) -> dict[str, Array]:
     return {"q_segment_ids": ids(query, sight.q_lengths, 1), "kv_segment_ids": ids(key, sight.kv_lengths, 2)}
 
 
+_WHERE = "dot_product_attention"
+
+
 def _error(message: str) -> AttentionArgumentError:
-    return AttentionArgumentError(message, "dot_product_attention")
+    return AttentionArgumentError(message, _WHERE)

@@ -163,6 +163,11 @@ def test_flax_arguments_that_do_not_fit_are_named():
         flax_attention(q, q, q, mask=jnp.ones((3, 1, 5, 5)))
     with pytest.raises(AttentionArgumentError, match="same batch axes"):
         flax_attention(q, q[0], q[0])
+    for name in ("query", "key", "bias", "mask"):
+        with pytest.raises(AttentionArgumentError, match=f"flax_attention: {name} must be an array, got str"):
+            flax_attention(**{"query": q, "key": q, "value": q, name: "x"})
+    with pytest.raises(AttentionArgumentError, match="flax_attention: dtype must be a floating-point dtype"):
+        flax_attention(q, q, q, dtype="half a float")
 
 
 def test_flax_types_are_promoted():
@@ -170,6 +175,9 @@ def test_flax_types_are_promoted():
     half = q.astype(jnp.bfloat16)
     assert jax.eval_shape(flax_attention, half, q, half).dtype == jnp.float32
     assert jax.eval_shape(lambda q: flax_attention(q, q, q, dtype=jnp.bfloat16), q).dtype == jnp.bfloat16
+    for run in (flax_attention, linen.dot_product_attention):
+        wide = jax.eval_shape(partial(run, force_fp32_for_softmax=True), half, half, half)
+        assert wide.dtype == jnp.float32
 
 
 def test_flax_masks_with_fewer_axes_than_batches():

@@ -147,6 +147,28 @@ def test_errors_are_those_of_jax(message):
         BAD[message](theirs, *qkv())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"local_window_size": 1.5}, r"pair \(left, right\) of integers, got 1.5"),
+        ({"local_window_size": (1, 2, 3)}, r"local_window_size must be .* got \(1, 2, 3\)"),
+        ({"local_window_size": (None, 2)}, r"local_window_size must be .* got \(None, 2\)"),
+        ({"local_window_size": "ab"}, "local_window_size must be .* got 'ab'"),
+        ({"scale": "small"}, "scale must be a real number.* got 'small'"),
+        ({"scale": 1j}, "scale must be a real number.* got 1j"),
+        ({"mask": "x"}, "mask must be an array, got str"),
+        ({"bias": "x"}, "bias must be an array, got str"),
+        ({"query_seq_lengths": "ab"}, "query_seq_lengths must be an array, got str"),
+    ],
+    ids=str,
+)
+def test_what_jax_fails_on_without_a_name_is_named(given, message):
+    with pytest.raises((TypeError, ValueError)):
+        theirs(*qkv(), **given)
+    with pytest.raises(ValueError, match=f"^dot_product_attention: .*{message}"):
+        dot_product_attention(*qkv(), **given)
+
+
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_what_cannot_be_broadcast_is_refused(name):
     dtype = bool if name == "mask" else None

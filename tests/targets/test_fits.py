@@ -16,12 +16,14 @@ import pytest
 
 from ejkernel.cli import suites
 from ejkernel.kernels.flash_attention import triton
+from ejkernel.kernels.flash_attention.arguments import Attention
 from ejkernel.kernels.flash_attention.workloads import attention
 from ejkernel.kernels.grouped_matmul import tiles
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.workloads import product
 from ejkernel.modules import linear_cross_entropy
 from ejkernel.ops.core.backward import BackwardKernel
+from ejkernel.ops.core.workload import Workload
 from ejkernel.ops.tuning import ahead
 from ejkernel.ops.utils import targets
 from ejkernel.ops.utils.devices import HOPPER, LEAST_BLOCK_BYTES
@@ -90,7 +92,7 @@ def test_shared_memory_and_registers_of_triton_attention(dim):
         FwdParams(q_blocksize=rows, kv_blocksize=cols, num_warps=warps, num_stages=stages)
         for rows, cols, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3))
     ]
-    reasons = {params: triton.unfit(params, inv.args[0]) for params in grid}
+    reasons = {params: triton.unfit(params, Attention.of(inv.args, inv.kwargs)) for params in grid}
     wide = [params for params, reason in reasons.items() if reason is None and params.kv_blocksize == 128]
     for params in wide[:3]:
         compiled(L4, inv, "triton", params)
@@ -102,6 +104,17 @@ def test_shared_memory_and_registers_of_triton_attention(dim):
     for params in [p for p, reason in reasons.items() if reason and "registers" in reason][:1]:
         with pytest.raises(Exception, match="register spilling"):
             compiled(L4, inv, "triton", params, NO_SPILLS)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 256)], ids=str)
+def test_the_guess_of_triton_attention_fits_the_least_shared_memory(dims):
+    shape = lambda dim: ((1, 512, 2, dim), "float32")
+    workload = Workload(name="float32", device="gpu", shapes=(shape(dims[0]), shape(dims[0]), shape(dims[1])))
+    for inv in calls(L4, "flash_attention", workload):
+        backward = isinstance(inv.kernel, BackwardKernel)
+        with targets.compiling_for(L4):
+            guess = OPERATIONS["flash_attention"].backend("triton").space(inv, backward=backward)[0]
+        assert compiled(L4, inv, "triton", guess).kernels >= 1
 
 
 def test_shared_memory_and_registers_of_triton_products():

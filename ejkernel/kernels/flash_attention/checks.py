@@ -21,14 +21,14 @@ class AttentionArgumentError(EjkernelError, ValueError):
         super().__init__(f"{where}: {message}")
 
 
-def array(name: str, x: Any) -> Any:
+def array(name: str, x: Any, where: str = "flash_attention") -> Any:
     """`x` as an array."""
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         return x
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise AttentionArgumentError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
+        raise AttentionArgumentError(f"{name} must be an array, got {type(x).__name__}: {error}", where) from error
 
 
 def is_int(x: Any) -> bool:

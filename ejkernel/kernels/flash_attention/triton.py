@@ -19,6 +19,7 @@ from ejkernel.kernels.flash_attention import masks, tile
 from ejkernel.kernels.flash_attention.arguments import Attention
 from ejkernel.kernels.flash_attention.triton_bias import bias_gradient
 from ejkernel.kernels.flash_attention.triton_cut import Cut
+from ejkernel.kernels.flash_attention.triton_memory import default_backward, default_forward, forward_bytes
 from ejkernel.ops.core.kernel import Invocation
 from ejkernel.ops.utils.devices import LEAST_BLOCK_BYTES
 from ejkernel.ops.utils.fingerprint import block_bytes
@@ -37,25 +38,10 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     return tile.unsupported(query, extras, rules)
 
 
-def default_forward(head_dim: int) -> FwdParams:
-    """The tile of an untuned call."""
-    if head_dim <= 64:
-        return FwdParams(q_blocksize=128, kv_blocksize=64, num_warps=4, num_stages=3)
-    if head_dim <= 128:
-        return FwdParams(q_blocksize=128, kv_blocksize=64, num_warps=8, num_stages=2)
-    return FwdParams(q_blocksize=64, kv_blocksize=32, num_warps=4, num_stages=2)
-
-
-def default_backward(head_dim: int) -> BwdParams:
-    """The tile of an untuned call."""
-    block = 64 if head_dim <= 128 else 32
-    return BwdParams(q_blocksize=block, kv_blocksize=block, num_warps=4, num_stages=2)
-
-
 def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
     """The guess, and other tiles whose accumulators fit the registers."""
-    head_dim = inv.args[0].shape[3]
-    sizes = (64, 128) if head_dim <= 128 else (32, 64)
+    call, room = Attention.of(inv.args, inv.kwargs), block_bytes()
+    sizes = (64, 128) if call.query.shape[3] <= 128 else (32, 64)
     space = [
         FwdParams(q_blocksize=rows, kv_blocksize=cols, num_warps=warps, num_stages=stages)
         for rows in sizes
@@ -64,43 +50,36 @@ def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:
         for warps in (4, 8)
         for stages in (2, 3)
     ]
-    call, room = Attention.of(inv.args, inv.kwargs), block_bytes()
-    return [default_forward(head_dim), *(params for params in space if unfit(params, call.query, room) is None)]
+    return [default_forward(call, room), *(params for params in space if unfit(params, call, room) is None)]
 
 
-def unfit(params: FwdParams, query: Any, room: int = LEAST_BLOCK_BYTES) -> str | None:
-    """Why a forward cannot run on a GPU whose blocks have so much shared memory; None if it can.
-
-    As Triton has it: tiles of keys and values in flight are in shared memory, all else is in registers.
-    """
-    dim, item = pl.next_power_of_2(query.shape[3]), query.dtype.itemsize
-    usual = default_forward(query.shape[3])
-    rows, cols = params.q_blocksize or usual.q_blocksize or 128, params.kv_blocksize or usual.kv_blocksize or 64
-    stages, warps = params.num_stages or 2, params.num_warps or 4
-    smem = (2 * stages - 1) * cols * dim * item
-    if smem > room:
+def unfit(params: FwdParams, call: Attention, room: int = LEAST_BLOCK_BYTES) -> str | None:
+    """Why a forward cannot run on a GPU whose blocks have so much shared memory; None if it can."""
+    if (smem := forward_bytes(params, call)) > room:
         return f"needs {smem} bytes of shared memory, a block has {room}"
+    dim, item = pl.next_power_of_2(call.query.shape[3]), call.query.dtype.itemsize
+    rows, cols, warps = params.q_blocksize or 128, params.kv_blocksize or 64, params.num_warps or 4
     live = rows * (dim + cols) // (32 * warps) + rows * (dim + cols) * item // (128 * warps) + 24
     return f"needs about {live} registers per thread, there are 255" if live > 255 else None
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[BwdParams]:
     """The guess, and other tiles."""
-    head_dim = inv.args[0].shape[3]
-    sizes = (32, 64, 128) if head_dim <= 64 else (32, 64)
+    call = Attention.of(inv.args, inv.kwargs)
+    sizes = (32, 64, 128) if call.query.shape[3] <= 64 else (32, 64)
     space = [
         BwdParams(q_blocksize=rows, kv_blocksize=cols, num_warps=warps, num_stages=2)
         for rows in sizes
         for cols in sizes
         for warps in (4, 8)
     ]
-    return [default_backward(head_dim), *space]
+    return [default_backward(call, block_bytes()), *space]
 
 
 def forward(call: Attention, params: FwdParams | None = None, *, interpret: bool = False) -> tuple[Array, masks.LogSum]:
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     query, _, value, extras, _ = call
-    cut = _cut(call, params or default_forward(query.shape[3]))
+    cut = _cut(call, params or default_forward(call, block_bytes()))
     batch, heads = query.shape[0], query.shape[2]
     row = ((batch, heads, cut.q_length), jnp.float32), cut.per_query()
     out, *sums = tile.call(
@@ -149,7 +128,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns the gradients of query, key, value and bias."""
     query, key, value, extras, _ = call
-    cut = _cut(call, params or default_backward(query.shape[3]))
+    cut = _cut(call, params or default_backward(call, block_bytes()))
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
     saved = {
@@ -238,6 +217,6 @@ def _key_kernel(refs: Any, dk_ref: Any, dv_ref: Any, *, cut: Cut) -> None:
 
 
 def _cut(call: Attention, params: FwdParams | BwdParams) -> Cut:
-    guess = default_backward(call.query.shape[3])
+    guess = default_backward(call, block_bytes())
     rows, cols = params.q_blocksize or guess.q_blocksize or 64, params.kv_blocksize or guess.kv_blocksize or 64
     return Cut(call, rows, cols, params)
