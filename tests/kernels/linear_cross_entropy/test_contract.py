@@ -1,5 +1,6 @@
 """The linear cross entropy against float64, and in how much memory it runs."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError
+from ejkernel.kernels.linear_cross_entropy import gradients
+from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError, guess
 from ejkernel.kernels.linear_cross_entropy.rule import AxisNameError
 from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
 from ejkernel.modules.linear_cross_entropy import LossArgumentError
@@ -166,6 +168,21 @@ def test_rows_may_be_sharded_under_plain_jit():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_what_tpus_do_their_own_way_agrees(chunk, monkeypatch):
+    args = inputs()
+    cfg = LinearCrossEntropyConfig(bwd_params=ChunkParams(rows=chunk))
+    loss = lambda x, w, y, b, **more: linear_cross_entropy(x, w, y, bias=b, cfg=cfg, **SHARED, **more)
+    mesh = jax.make_mesh((2, 2), ("d", "v"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = (P("d"), P(None, "v"), P("d"), P("v"))
+    spread = jax.shard_map(partial(loss, axis_name="v", batch_axis_name="d"), mesh=mesh, in_specs=specs, out_specs=P())
+    want = value_and_gradients(loss, *args)
+    monkeypatch.setattr(gradients, "device_kind", lambda: "tpu")
+    for fn in (loss, spread):
+        got = value_and_gradients(fn, *args)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
+
+
 # --- Statistics, values that stand out ---
 
 
@@ -241,6 +258,15 @@ def test_vmap_agrees_with_a_loop():
     run = lambda x, y: linear_cross_entropy(x, weights, y)
     want = jnp.stack([run(*pair) for pair in zip(x, labels, strict=True)])
     np.testing.assert_allclose(jax.vmap(run)(x, labels), want, rtol=1e-6)
+
+
+def test_the_guess_on_a_cpu_computes_few_rows_twice():
+    sizes = {
+        (rows, width): guess(rows, jnp.zeros((8, width))).rows for rows in (1, 256, 300, 4097) for width in (2, 5000)
+    }
+    assert all(-(-rows // size) * size < 1.01 * rows for (rows, _), size in sizes.items())
+    assert sizes[4097, 2] == 4097  # A small vocabulary needs no chunks.
+    assert sizes[4097, 5000] <= 256
 
 
 def test_a_last_chunk_that_is_not_whole_counts_rows_once():
