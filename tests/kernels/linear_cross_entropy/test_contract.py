@@ -1,6 +1,5 @@
 """The linear cross entropy against float64, and in how much memory it runs."""
 
-import itertools
 from functools import partial
 from typing import Any
 
