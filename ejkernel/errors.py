@@ -19,6 +19,7 @@ _HOMES = {
     "kernels.flash_attention.reference": ("ReferenceTooLargeError",),
     "kernels.grouped_matmul.dimensions": ("TileSizeError",),
     "kernels.linear_cross_entropy.params": ("ChunkSizeError",),
+    "kernels.linear_cross_entropy.rule": ("AxisNameError",),
     "kernels.rows": ("RingSizeError",),
     "modules.grouped_matmul": ("GroupedMatmulArgumentError",),
     "modules.linear_cross_entropy": ("LossArgumentError",),

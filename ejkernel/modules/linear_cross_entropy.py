@@ -221,6 +221,8 @@ def _checked_kind(ignore_index: Any, label_smoothing: Any, z_loss: Any, logits_s
     label_smoothing, z_loss = known("label_smoothing", label_smoothing), known("z_loss", z_loss)
     if not 0.0 <= label_smoothing < 1.0:
         raise LossArgumentError(f"label_smoothing must be at least 0 and less than 1, got {label_smoothing}.")
+    if not 0.0 <= z_loss < math.inf:
+        raise LossArgumentError(f"z_loss must be at least 0 and finite, got {z_loss}.")
     if logits_soft_cap is not None and not 0.0 < known("logits_soft_cap", logits_soft_cap) < math.inf:
         raise LossArgumentError(
             f"logits_soft_cap must be above 0 and finite, or None for no cap, got {logits_soft_cap}."
@@ -239,10 +241,11 @@ def _kind(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
-    for name, a in (("x", x), ("weights", weights), ("labels", labels)):
+    floats = (("x", x), ("weights", weights), *((("bias", bias),) if bias is not None else ()))
+    for name, a in (*floats, ("labels", labels)):
         if not hasattr(a, "shape") or not hasattr(a, "dtype"):
             raise LossArgumentError(f"{name} must be an array, got {type(a).__name__}.")
-    for name, a in (("x", x), ("weights", weights), *((("bias", bias),) if bias is not None else ())):
+    for name, a in floats:
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise LossArgumentError(f"{name} must be of a floating dtype, got {a.dtype}.")
         if a.dtype.itemsize < 2:
@@ -321,6 +324,7 @@ def linear_cross_entropy(
     numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "logits_soft_cap": logits_soft_cap}
     numbers = {name: static.number(name, x, LossArgumentError) for name, x in numbers.items() if x is not None}
     names = {"axis_name": axis_name, "batch_axis_name": batch_axis_name}
+    names = {name: tuple(x) if isinstance(x, list) else x for name, x in names.items()}
     kwargs: dict[str, Any] = {"ignore_index": _index(ignore_index)}
     kwargs |= {name: x for name, x in numbers.items() if x or name == "logits_soft_cap"}
     kwargs |= {name: x for name, x in names.items() if x is not None}

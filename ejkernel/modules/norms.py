@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -41,6 +43,8 @@ def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
     for name, a in (*per_column.items(), ("residual", residual)):
         if a is not None and not hasattr(a, "shape"):
             raise NormArgumentError(f"{name} must be an array or None, got {type(a).__name__}.", where)
+        if a is not None and jnp.issubdtype(a.dtype, jnp.complexfloating):
+            raise NormArgumentError(f"{name} must be real, got {a.dtype}.", where)
     for name, a in per_column.items():
         if a is not None and a.shape != x.shape[-1:]:
             raise NormArgumentError(f"{name} must have shape {x.shape[-1:]}, got {a.shape}.", where)
@@ -49,8 +53,13 @@ def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
 
 
 def number(where: str, name: str, x: Any) -> float:
-    """A number that is known while tracing."""
-    return static.number(name, x, partial(NormArgumentError, where=where))
+    """A number that is known while tracing; of what is added under a root, not below 0."""
+    found = static.number(name, x, partial(NormArgumentError, where=where))
+    least = 0.0 if name == "epsilon" else -sys.float_info.max
+    if not least <= found < math.inf:
+        rule = "at least 0 and finite" if least == 0.0 else "finite"
+        raise NormArgumentError(f"{name} must be {rule}, got {found}.", where)
+    return found
 
 
 def over_axis(

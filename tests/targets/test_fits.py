@@ -187,3 +187,18 @@ def test_memory_of_the_loss_with_gradients(target, place):
         program = ahead.compile_program(run, (x, weights, labels), device(TARGETS[target]))
     assert program.temp_bytes <= (0.4e9, 1.5e9, 0.5e9)[place]
     assert program.temp_bytes < 0.25 * 2 * labels.size * weights.shape[1] * 2  # A quarter of logits and their gradient.
+
+
+# The logits of all rows; of more than twice as many as columns of x, the float32 sum and a chunk's logits and gradient.
+@pytest.mark.parametrize(
+    ("target", "rows", "most"),
+    [("v5e", 4096, 1.1e9), ("v6e", 4096, 1.1e9), ("v5e", 8192, 2.2e9), ("v6e", 8192, 2.2e9), ("v6e", 16384, 4.9e9)],
+)
+def test_memory_of_the_loss_with_gradients_on_a_tpu(target, rows, most):
+    shapes = (((rows, 4096), "bfloat16"), ((4096, 128_256), "bfloat16"), ((rows,), "int32"))
+    run = lambda x, w, y: jax.value_and_grad(linear_cross_entropy, (0, 1))(x, w, y)
+    with targets.compiling_for(TARGETS[target], device(TARGETS[target])):
+        program = ahead.compile_program(
+            run, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes), device(TARGETS[target])
+        )
+    assert program.temp_bytes <= most

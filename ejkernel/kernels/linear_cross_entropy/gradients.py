@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ejkernel.kernels.linear_cross_entropy.chunks import Chunks, over_columns
 from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, kept_dtype
 from ejkernel.kernels.linear_cross_entropy.rule import Rows, Rule
 from ejkernel.kernels.manual_axes import Axes, axes_of, vary
+from ejkernel.ops.utils.fingerprint import device_kind
 
 Array = jax.Array
 
@@ -100,6 +102,9 @@ def _at_once(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
     rows, dlogits = rule.rows_and_derivative(logits, bias, labels, factor)
     dx = product(dlogits, weights, (1, 1), kept_dtype(x))
     dbias = None if bias is None else jnp.sum(dlogits, axis=0, dtype=call.wide)
+    if device_kind() == "tpu":
+        # Its compiler would make the transpose of this and copy it, and a loop that replaces the logits copies them.
+        return rows, Gradients(dx, with_layout_constraint(product(x, dlogits, (0, 0), kept), Layout((0, 1))), dbias)
     if (x.shape[0], dlogits.dtype) != (weights.shape[0], kept):
         return rows, Gradients(dx, product(x, dlogits, (0, 0), kept), dbias)
     # The weights' gradient takes the place of the logits', chunk by chunk, once nothing else reads them.
@@ -119,7 +124,8 @@ def _in_turn(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
     assert factor is not None
     chunks, kept, stored = Chunks(len(x), params.rows), kept_dtype(weights), call.stored
     # The last chunk's gradient of the logits stays where the weights' gradient will be.
-    held = chunks.rows == weights.shape[0] and stored == kept and kept.itemsize == 2
+    on_tpu = device_kind() == "tpu"
+    held = chunks.rows == weights.shape[0] and stored == kept and kept.itemsize == 2 and not on_tpu
 
     def step(i: Array, carry: Any) -> Any:
         rows, dx, dweights, dbias, _ = carry
@@ -129,14 +135,20 @@ def _in_turn(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
         found, dlogits = rule.rows_and_derivative(logits, bias, labels_, factor_)
         rows = jax.tree.map(lambda a, b: chunks.put(a, i, b), rows, found)
         dx = chunks.put(dx, i, product(dlogits, weights, (1, 1), dx.dtype))
-        dweights = _added(dweights, x_, dlogits, None if held else params.columns, call.wide)
+        dweights = _added(dweights, x_, dlogits, None if held or on_tpu else params.columns, call.wide)
         if bias is not None:
             dbias = (0.0 if dbias is None else dbias) + jnp.sum(dlogits, axis=0, dtype=call.wide)
         return call.typed(rows, dx, dweights, dbias, dlogits if held else None)
 
-    # The first chunk's products are the sum so far: there is no need to fill arrays with zeros and to add to them.
-    start = step(jnp.int32(0), (call.no_rows(), jnp.zeros(x.shape, kept_dtype(x)), None, None, None))
-    rows, dx, dweights, dbias, place = lax.fori_loop(1, chunks.steps, step, start)
+    start = call.no_rows(), jnp.zeros(x.shape, kept_dtype(x)), None, None, None
+    if on_tpu:
+        # Products are added to the sum as they are made. A sum that starts with one is a copy of its transpose.
+        types = jax.eval_shape(lambda: step(jnp.int32(0), start))
+        start = call.typed(*jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), types))
+    else:
+        # The first chunk's products are the sum so far: there is no need to fill arrays with zeros and to add to them.
+        start = step(jnp.int32(0), start)
+    rows, dx, dweights, dbias, place = lax.fori_loop(0 if on_tpu else 1, chunks.steps, step, start)
     if place is None:
         return rows, Gradients(dx, dweights.astype(kept), dbias)
 

@@ -24,6 +24,9 @@ from ejkernel.ops.utils.fingerprint import device_kind
 LOSS_BYTES = {"cpu": 1 << 24, "gpu": 1 << 28, "tpu": 1 << 28}
 """Logits of a chunk where no gradient is wanted; on CPUs those that stay in a cache."""
 
+CPU_LOGITS = 1 << 20
+"""Of a chunk on a CPU where gradients are computed, if these are more than 256 rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkParams:
@@ -61,7 +64,9 @@ def guess(rows: int, weights: Any) -> ChunkParams:
     loss_rows = max(LOSS_BYTES[device_kind()] // (width * weights.dtype.itemsize), 1)
     loss_rows = min(1 << (loss_rows.bit_length() - 1), rows)
     if device_kind() == "cpu":
-        return ChunkParams(rows=min(rows, 256), columns=_even(width, 4096), loss_rows=loss_rows)
+        most = max(256, CPU_LOGITS // width)
+        # In equal parts: a last chunk that is not whole costs as much as one that is.
+        return ChunkParams(rows=-(-rows // -(-rows // most)), columns=_even(width, 4096), loss_rows=loss_rows)
     wide = kept_dtype(weights).itemsize > 2
     return ChunkParams(
         rows=rows if rows <= (height if wide else 2 * height) else height, columns=16384, loss_rows=loss_rows

@@ -10,9 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _compat
+from ejkernel.errors import EjkernelError
 from ejkernel.kernels.manual_axes import Axes
 
 Array = jax.Array
+
+
+class AxisNameError(EjkernelError, NameError):
+    """No mesh axis of this name is there to sum over."""
 
 
 class Rows(NamedTuple):
@@ -64,6 +69,19 @@ class Rule:
     logits_soft_cap: float | None = None
     axis_name: Any = None
     batch_axis_name: Any = None
+
+    def __post_init__(self) -> None:
+        for argument in ("axis_name", "batch_axis_name"):
+            if missing := [name for name in _names(getattr(self, argument)) if not _is_bound(name)]:
+                raise AxisNameError(
+                    f"linear_cross_entropy: {argument} must name mesh axes of a jax.shard_map around the call, "
+                    f"or be None outside of one, got {missing[0]!r}."
+                )
+        if both := [name for name in _names(self.axis_name) if name in _names(self.batch_axis_name)]:
+            raise AxisNameError(
+                "linear_cross_entropy: axis_name and batch_axis_name must name different mesh axes, "
+                f"got {both[0]!r} in both."
+            )
 
     # --- Rows ---
 
@@ -196,3 +214,11 @@ def _known(labels: Array, vocabulary: int) -> Array:
 
 def _names(axis: Any) -> tuple[Any, ...]:
     return () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+
+
+def _is_bound(name: Any) -> bool:
+    try:
+        lax.axis_size(name)
+    except (NameError, ValueError, TypeError):  # The others are for what is no name, as a number or a list.
+        return False
+    return True

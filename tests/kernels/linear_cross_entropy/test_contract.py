@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError
+from ejkernel.kernels.linear_cross_entropy import gradients
+from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError, guess
+from ejkernel.kernels.linear_cross_entropy.rule import AxisNameError
 from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
 from ejkernel.modules.linear_cross_entropy import LossArgumentError
 from tests.kernels.contract import OperationCase, check
@@ -165,6 +167,21 @@ def test_rows_may_be_sharded_under_plain_jit():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_what_tpus_do_their_own_way_agrees(chunk, monkeypatch):
+    args = inputs()
+    cfg = LinearCrossEntropyConfig(bwd_params=ChunkParams(rows=chunk))
+    loss = lambda x, w, y, b, **more: linear_cross_entropy(x, w, y, bias=b, cfg=cfg, **SHARED, **more)
+    mesh = jax.make_mesh((2, 2), ("d", "v"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = (P("d"), P(None, "v"), P("d"), P("v"))
+    spread = jax.shard_map(partial(loss, axis_name="v", batch_axis_name="d"), mesh=mesh, in_specs=specs, out_specs=P())
+    want = value_and_gradients(loss, *args)
+    monkeypatch.setattr(gradients, "device_kind", lambda: "tpu")
+    for fn in (loss, spread):
+        got = value_and_gradients(fn, *args)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), got, want)
+
+
 # --- Statistics, values that stand out ---
 
 
@@ -242,6 +259,15 @@ def test_vmap_agrees_with_a_loop():
     np.testing.assert_allclose(jax.vmap(run)(x, labels), want, rtol=1e-6)
 
 
+def test_the_guess_on_a_cpu_computes_few_rows_twice():
+    sizes = {
+        (rows, width): guess(rows, jnp.zeros((8, width))).rows for rows in (1, 256, 300, 4097) for width in (2, 5000)
+    }
+    assert all(-(-rows // size) * size < 1.01 * rows for (rows, _), size in sizes.items())
+    assert sizes[4097, 2] == 4097  # A small vocabulary needs no chunks.
+    assert sizes[4097, 5000] <= 256
+
+
 def test_a_last_chunk_that_is_not_whole_counts_rows_once():
     x, weights, labels, _ = inputs()
     of = lambda rows: jax.grad(
@@ -297,6 +323,9 @@ def oracle_of_four(x, weights, labels):
         ({}, {"logits_soft_cap": -1.0}, "linear_cross_entropy: logits_soft_cap must be above 0"),
         ({}, {"logits_soft_cap": 0.0}, "logits_soft_cap must be above 0"),
         ({}, {"logits_soft_cap": jnp.inf}, "logits_soft_cap must be above 0 and finite"),
+        ({}, {"z_loss": -1.0}, "linear_cross_entropy: z_loss must be at least 0 and finite, got -1.0"),
+        ({}, {"z_loss": jnp.nan}, "z_loss must be at least 0 and finite, got nan"),
+        ({}, {"bias": [0.0] * 32}, "bias must be an array, got list"),
         ({}, {"z_loss": "1e-4"}, "z_loss must be a number, known while tracing, got '1e-4'"),
         ({}, {"ignore_index": "-100"}, "ignore_index must be an integer, known while tracing, got '-100'"),
         ({}, {"ignore_index": 1.5}, "ignore_index must be an integer, known while tracing, got 1.5"),
@@ -311,6 +340,27 @@ def test_wrong_arguments_are_named(change, kwargs, words):
     given = {"x": x, "weights": weights, "labels": labels} | change
     with pytest.raises(LossArgumentError, match=words):
         linear_cross_entropy(**given, **kwargs)
+
+
+@pytest.mark.parametrize("argument", ["axis_name", "batch_axis_name"])
+@pytest.mark.parametrize("name", ["v", ("v", "d"), 1], ids=str)
+def test_a_name_of_no_mesh_axis_is_named(argument, name):
+    x, weights, labels, _ = inputs()
+    first = name[0] if isinstance(name, tuple) else name
+    with pytest.raises(AxisNameError, match=rf"{argument} must name mesh axes .* got {first!r}\."):
+        jax.grad(linear_cross_entropy)(x, weights, labels, **{argument: name})
+
+
+def test_rows_and_vocabulary_cannot_be_spread_over_one_axis():
+    x, weights, labels, _ = inputs()
+    mesh = jax.make_mesh((4,), ("v",), axis_types=(jax.sharding.AxisType.Auto,))
+    loss = partial(linear_cross_entropy, axis_name=["v"], reduction="sum")
+    specs = {"mesh": mesh, "in_specs": (P(), P(None, "v"), P()), "out_specs": P()}
+    np.testing.assert_allclose(
+        jax.shard_map(loss, **specs)(x, weights, labels), loss(x, weights, labels, axis_name=None), rtol=1e-5
+    )
+    with pytest.raises(AxisNameError, match="must name different mesh axes, got 'v' in both"):
+        jax.shard_map(partial(loss, batch_axis_name="v"), **specs)(x, weights, labels)
 
 
 @pytest.mark.parametrize("sizes", [{"rows": 0}, {"rows": 2.5}, {"rows": 2, "columns": -5}, {"rows": 2, "loss_rows": 0}])
