@@ -32,6 +32,7 @@ class MosaicFwdConfig:
         next tile's Q until the store has read it.
       cluster: Blocks, of neighbouring tiles, that load K and V together.
       q_stages: Tiles of Q in flight; two load the next tile's Q while this one is computed, which short tiles need.
+      hold: Whether an output tile stays in registers, and is stored under the first product of the next one.
     """
 
     consumers: int = 2
@@ -43,6 +44,7 @@ class MosaicFwdConfig:
     share_qo: bool = False
     cluster: int = 1
     q_stages: int = 1
+    hold: bool = False
 
     @property
     def block_q(self) -> int:
@@ -73,6 +75,8 @@ class MosaicFwdConfig:
             return f"cluster must be 1 or 2, got {self.cluster}"
         if self.q_stages not in (1, 2):
             return f"q_stages must be 1 or 2, got {self.q_stages}"
+        if self.share_qo and self.hold:
+            return "an output that is held cannot lie in the memory of Q: share_qo goes without hold"
         if self.share_qo and head_dim != value_dim and (value_dim % 64 or value_dim > head_dim):
             return f"an output of {value_dim} columns cannot lie in the memory of {head_dim} columns of Q"
         smem = self.smem_bytes(head_dim, value_dim)

@@ -321,8 +321,21 @@ def _kernel(
             piece = tiles.strip(i, wg)
             return piece, first_facts(piece)
 
+        def store(held):
+            """Stores an output tile that is held, if there is one."""
+            o, batch, head, row, o_slot = held
+
+            @pl.when(batch >= 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for memory, value in zip(o_memory, layout.stored(o), strict=True):
+                    layout.operand(memory, o_slot)[...] = value
+                plgpu.commit_smem()
+                for piece, memory in zip(layout.o, o_memory, strict=True):
+                    layout.store(memory, o_slot, piece, o_ref.at[batch, pl.ds(row, WGMMA_ROWS), head])
+
         def tile(i, carry):
-            step, *read = carry
+            step, held, *read = carry
             piece, (of_strip, of_first) = read or read_tile(i)
             batch, head, row, start, end, own_start, own_end, _ = piece
             skip, q_slot = end - own_end, q_slot_of(i, wg)
@@ -348,6 +361,8 @@ def _kernel(
                 take_turn()
                 multiply_scores(s_acc, q_slot, first_slot)
                 pass_turn()
+                if cfg.hold:
+                    store(held)
                 return mma.result(s_acc)
 
             s = mma.scoped(first, (WGMMA_ROWS, block_kv))
@@ -434,27 +449,34 @@ def _kernel(
             lse = jnp.where(empty, jnp.inf, m + log)
             rest = jnp.where(empty, 0.0, (m - lse) + log)
             o_slot = q_slot if cfg.share_qo else wg
-            o = tuple(x * lax.broadcast_in_dim(inverse, x.shape, [0]) for x in o)
+            o = tuple((x * lax.broadcast_in_dim(inverse, x.shape, [0])).astype(o_ref.dtype) for x in o)
+            # Sums first: the wait is for those of the tile before.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for memory, value in zip(o_memory, layout.stored(o), strict=True):
-                layout.operand(memory, o_slot)[...] = value.astype(o_ref.dtype)
+            if not cfg.hold:
+                for memory, value in zip(o_memory, layout.stored(o), strict=True):
+                    layout.operand(memory, o_slot)[...] = value
             lse_tile[...] = lse
             rest_tile[...] = rest
             plgpu.commit_smem()
             rows = pl.ds(row, WGMMA_ROWS)
-            for piece, memory in zip(layout.o, o_memory, strict=True):
-                layout.store(memory, o_slot, piece, o_ref.at[batch, rows, head])
+            if not cfg.hold:
+                for piece, memory in zip(layout.o, o_memory, strict=True):
+                    layout.store(memory, o_slot, piece, o_ref.at[batch, rows, head])
             plgpu.copy_smem_to_gmem(lse_tile, lse_ref.at[batch, head, rows])
             plgpu.copy_smem_to_gmem(rest_tile, rest_ref.at[batch, head, rows])
             if cfg.share_qo:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[q_slot])
-            return step + (end - start), *following
+            return step + (end - start), (o, batch, head, row, o_slot) if cfg.hold else (), *following
 
         # Where much is read before a tile can start, it is read while the one before is finished. The registers that
         # this takes cost more than it gains where a tile's number is all.
         ahead = _READ_AHEAD and bool(facts)
         first_read = read_tile(jnp.int32(0)) if ahead else ()
-        lax.fori_loop(0, count, tile, (jnp.int32(0), *first_read))
+        none = tuple(layout_cast(jnp.zeros(shape, o_ref.dtype), plgpu.Layout.WGMMA) for shape in o_shapes)
+        nowhere = (none, *(jnp.int32(x) for x in (-1, 0, 0, 0))) if cfg.hold else ()
+        _, held, *_ = lax.fori_loop(0, count, tile, (jnp.int32(0), nowhere, *first_read))
+        if cfg.hold:
+            store(held)
         pl.when(wg == 0)(take_turn)
         plgpu.wait_smem_to_gmem(0)

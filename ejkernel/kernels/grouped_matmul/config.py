@@ -35,6 +35,7 @@ class _Tile:
       store: How much of the width is stored at once through shared memory.
       slots: Such pieces of memory for each consumer.
       lag: Steps that the first consumer is ahead of the others, so that one computes while another stores.
+      hold: Whether a tile stays in registers, and is stored while the next one is computed.
     """
 
     consumers: int = 2
@@ -45,6 +46,7 @@ class _Tile:
     store: int = 64
     slots: int = 2
     lag: int = 0
+    hold: bool = False
 
     @property
     def height(self) -> int:
@@ -56,9 +58,10 @@ class _Tile:
         ring = self.stages * (self.height + self.width) * STEP * 2
         return ring + self.slots * self.store * self.height * out_bytes + BARRIER_BYTES
 
-    def live_registers(self) -> int:
-        """Registers a consumer thread holds: its part of the result, and the rest."""
-        return self.width // 2 + _SPARE_REGISTERS
+    def live_registers(self, out_bytes: int = 2) -> int:
+        """Registers a consumer thread holds: its part of the result, that of the tile before, and the rest."""
+        held = self.width // 2 * out_bytes // 4 if self.hold else 0
+        return self.width // 2 + held + _SPARE_REGISTERS
 
     def unfit(self, out_bytes: int = 2) -> str | None:
         """Says why this config cannot run with results of `out_bytes` per element, or `None` if it can."""
@@ -71,7 +74,7 @@ class _Tile:
         if self.band < 1 or self.slots < 1:
             return f"band and slots must be at least 1, got {self.band} and {self.slots}"
         return self._unfit_width(out_bytes) or unfit_block(
-            self.smem_bytes(out_bytes), self.live_registers(), self.consumers
+            self.smem_bytes(out_bytes), self.live_registers(out_bytes), self.consumers
         )
 
     def _unfit_width(self, out_bytes: int) -> str | None:

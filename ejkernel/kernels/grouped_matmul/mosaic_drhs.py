@@ -125,7 +125,7 @@ def _kernel(
 
     @ring.produce
     def _():
-        def load_tile(item, steps, step):
+        def load_tile(item, steps, step, _):
             _, _, _, base, row, column = item
 
             def load(s, _):
@@ -138,7 +138,7 @@ def _kernel(
 
             lax.fori_loop(0, steps, load, None)
 
-        def mask_tile(item, steps, step):
+        def mask_tile(item, steps, step, _):
             _, start, end, base, _, _ = item
 
             def mask(s, _):
@@ -171,20 +171,28 @@ def _kernel(
         def operands(slot):
             return a_smem.at[slot, :, pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)].transpose((1, 0)), b_smem.at[slot]
 
-        def tile(item, steps, step):
+        def save(held):
+            """Stores what is held, if anything is."""
+            value, group, row, column = held
+            at = {"row": row, "column": column, "o_smem": o_smem.at[wg], "cfg": cfg}
+            pl.when(row >= 0)(lambda: store(out_ref.at[group], value, **at, interpret=interpret))
+
+        def zeros():
+            return layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
+
+        def tile(item, steps, step, held, before):
             group, _, _, _, row, column = item
-            row = row + wg * WGMMA_ROWS
-            save = functools.partial(store, out_ref.at[group], o_smem=o_smem.at[wg], row=row, column=column, cfg=cfg)
 
-            @pl.when(steps > 0)
-            def _():
+            def compute():
                 masked = lambda slot: plgpu.barrier_wait(ready.at[slot])
-                value = ring.multiply((WGMMA_ROWS, cfg.width), step, steps, operands, masked)
-                save(value.astype(out_ref.dtype), interpret=interpret)
+                value = ring.multiply((WGMMA_ROWS, cfg.width), step, steps, operands, masked, before)
+                return value.astype(out_ref.dtype)
 
-            @pl.when(steps == 0)
-            def _():
-                zeros = layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
-                save(zeros, interpret=interpret)
+            def nothing():
+                before()
+                return zeros()
 
-        return walk(mine, fetch, decode, tile)
+            return lax.cond(steps > 0, compute, nothing), group, row + wg * WGMMA_ROWS, column
+
+        none = zeros(), jnp.int32(0), jnp.int32(-1), jnp.int32(0)
+        return ring.tiles(functools.partial(walk, mine, fetch, decode), tile, save, none)

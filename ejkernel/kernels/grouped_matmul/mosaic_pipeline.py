@@ -17,21 +17,22 @@ from ejkernel.kernels.hopper.launch import as_consumer, as_producer
 Array = jax.Array
 
 
-def walk(mine: Any, fetch: Any, decode: Any, tile: Any) -> Any:
-    """Runs a warpgroup over the block's items, and returns the number of steps.
+def walk(mine: Any, fetch: Any, decode: Any, tile: Any, held: Any = None) -> Any:
+    """Runs a warpgroup over the block's items, and returns the number of steps and what it holds in the end.
 
     `fetch(i)` reads from memory, one item ahead; `decode(i, ...)` turns what it read into an item and its number of
-    steps.
+    steps; `tile(item, steps, step, held)` returns what to hold until the next item.
     """
 
     def one(i, carry):
-        step, fields = carry
+        step, fields, held = carry
         item, steps = decode(i, fields)
         fields = fetch(i + 1)
-        tile(item, steps, step)
-        return step + steps, fields
+        held = tile(item, steps, step, held)
+        return step + steps, fields, held
 
-    return lax.fori_loop(0, mine, one, (jnp.int32(0), fetch(0)))[0]
+    step, _, held = lax.fori_loop(0, mine, one, (jnp.int32(0), fetch(0), held))
+    return step, held
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +87,20 @@ class Ring:
                 pl.when((self.wg == 0) & (done <= self.cfg.lag))(lambda: plgpu.barrier_arrive(self.ahead))
             plgpu.wait_smem_to_gmem(0)
 
+    def tiles(self, walk: Callable[..., Any], tile: Any, save: Callable[[Any], None], none: Any) -> Any:
+        """Computes and stores a consumer's tiles, and returns the number of steps.
+
+        `walk(tile, held)` goes through the items. `tile(item, steps, step, held, before)` returns what `save` stores:
+        at once, or with `hold` while the next tile is computed, for which it calls `before`. `save` ignores `none`.
+        """
+        if not self.cfg.hold:
+            at_once = lambda item, steps, step, _: save(tile(item, steps, step, none, lambda: None))
+            return walk(at_once, None)[0]
+        later = lambda item, steps, step, held: tile(item, steps, step, held, lambda: save(held))
+        steps, held = walk(later, none)
+        save(held)
+        return steps
+
     def _begun(self, step: Any) -> None:
         """Lets the others begin once the first consumer is far enough."""
         if self.cfg.lag:
@@ -103,11 +118,18 @@ class Ring:
         lax.fori_loop(0, steps, one, None)
 
     def multiply(
-        self, shape: tuple[int, int], step: Any, steps: Any, operands: Any, prepare: Any = lambda slot: None
+        self,
+        shape: tuple[int, int],
+        step: Any,
+        steps: Any,
+        operands: Any,
+        prepare: Any = lambda slot: None,
+        meanwhile: Callable[[], None] = lambda: None,
+        start: Array | None = None,
     ) -> Array:
-        """Sums the products of `operands(slot)`, each `shape`, of `steps` steps from `step` on.
+        """Sums `start` and the products of `operands(slot)`, each `shape`, of `steps` steps from `step` on.
 
-        A step's memory is released while the next one runs.
+        A step's memory is released while the next one runs. `meanwhile` is called while the first one runs.
         """
 
         def body(acc):
@@ -118,7 +140,10 @@ class Ring:
                 plgpu.wgmma(acc, *operands(slot))
                 self._begun(step + s)
 
+            if start is not None:
+                acc[...] = start
             product(0)
+            meanwhile()
 
             def advance(s, _):
                 product(s)

@@ -78,7 +78,7 @@ def kernel(
 
     @ring.produce
     def _():
-        def tile(item, loads, step):
+        def tile(item, loads, step, _):
             columns = pl.ds(item.column, cfg.width)
 
             def load(s, _):
@@ -115,20 +115,30 @@ def kernel(
             b = b_smem.at[slot]
             return a_smem.at[slot, pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)], b.transpose((1, 0)) if transpose_rhs else b
 
-        def tile(item, loads, step):
+        def save(held):
+            """Stores what is held, if anything is."""
+            value, row, column, *keep = held
+            at = {"row": row, "column": column, "keep": keep, "o_smem": o_smem.at[wg], "cfg": cfg}
+            pl.when(row >= 0)(lambda: store(out_ref, value, **at, interpret=interpret))
+
+        def zeros():
+            return layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
+
+        def tile(item, loads, step, held, before):
             row, column = item.row + wg * WGMMA_ROWS, item.column
             seen = (row < item.end) & (row + WGMMA_ROWS > item.start) & (column < out_ref.shape[1])
-            save = functools.partial(store, out_ref, o_smem=o_smem.at[wg], row=row, column=column, cfg=cfg)
-            save = functools.partial(save, keep=(item.start, item.end), interpret=interpret)
-
-            @pl.when(seen & (loads > 0))
-            def _():
-                save(ring.multiply((WGMMA_ROWS, cfg.width), step, steps, operands).astype(out_ref.dtype))
-
             pl.when(~seen & (loads > 0))(functools.partial(ring.skip, step, loads))
 
-            @pl.when(seen & (item.group < 0))
-            def _():
-                save(layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA))
+            def compute():
+                value = ring.multiply((WGMMA_ROWS, cfg.width), step, steps, operands, meanwhile=before)
+                return value.astype(out_ref.dtype), row, column, item.start, item.end
 
-        return work.walk(decode, tile)
+            def nothing():
+                before()
+                return zeros(), row, column, item.start, item.end
+
+            which = jnp.where(loads > 0, 1, jnp.where(item.group < 0, 2, 0))
+            return lax.switch(jnp.where(seen, which, 0), [lambda: held, compute, nothing])
+
+        none = zeros(), *(jnp.int32(x) for x in (-1, 0, 0, 0))
+        return ring.tiles(functools.partial(work.walk, decode), tile, save, none)

@@ -97,7 +97,7 @@ def kernel(
 
     @ring.produce
     def _():
-        def tile(item, loads, step):
+        def tile(item, loads, step, _):
             def load_all(width):
                 def load(s, _):
                     slot = ring.slot(step + s)
@@ -125,27 +125,50 @@ def kernel(
 
     @ring.consume
     def _():
-        def tile(item, loads, step):
+        def save(held):
+            """Stores what is held, if anything is."""
+            value, row, end, column = held
+            _store(value, o_smem.at[wg], out_ref, row, end, column, interpret=interpret)
+
+        def zeros(dtype=out_ref.dtype):
+            return layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), dtype), plgpu.Layout.WGMMA)
+
+        def multiply(width, step, steps, meanwhile=lambda: None, start=None):
+            def operands(slot):
+                left = weights.at[slot, wg]
+                right = tokens.at[slot, pl.ds(0, width)].transpose((1, 0))
+                return left if transpose_rhs else left.transpose((1, 0)), right
+
+            # The interpreter knows no accumulator that starts from a value.
+            begin, add = (None, start) if interpret else (start, None)
+            value = ring.multiply((WGMMA_ROWS, width), step, steps, operands, meanwhile=meanwhile, start=begin)
+            return value if add is None else value + add
+
+        def tile(item, loads, step, held, before):
+            start = None
+            if cfg.hold:
+                # The first step has the largest width for all tiles, so that the store is one piece of code again.
+                first = lambda: multiply(cfg.width, step, 1, before)
+                start = lax.cond(loads > 0, first, lambda: (before(), zeros(jnp.float32))[1])
+
             def compute(width):
-                def operands(slot):
-                    left = weights.at[slot, wg]
-                    right = tokens.at[slot, pl.ds(0, width)].transpose((1, 0))
-                    return left if transpose_rhs else left.transpose((1, 0)), right
-
-                value = ring.multiply((WGMMA_ROWS, width), step, steps, operands).astype(out_ref.dtype)
-                return widen(value, cfg.width, interpret=interpret)
-
-            def zeros():
-                return layout_cast(jnp.zeros((WGMMA_ROWS, cfg.width), out_ref.dtype), plgpu.Layout.WGMMA)
+                if start is None:
+                    value = multiply(width, step, steps)
+                elif steps > 1:
+                    value = multiply(width, step + 1, steps - 1, start=start[:, :width])
+                else:
+                    value = start[:, :width]
+                return widen(value.astype(out_ref.dtype), cfg.width, interpret=interpret)
 
             branches = [zeros, *(functools.partial(compute, width) for width in tiling.widths)]
             which = jnp.where(loads > 0, lax.div(item.width, jnp.int32(tiling.grain)), 0)
             # The store is one piece of code for all widths: one for each would not fit the instruction cache.
             value = lax.switch(which, branches)
             last = jnp.minimum(item.end, item.row + item.width)
-            _store(value, o_smem.at[wg], out_ref, item.row, last, item.column + wg * WGMMA_ROWS, interpret=interpret)
+            return value, item.row, last, item.column + wg * WGMMA_ROWS
 
-        return work.walk(decode, tile)
+        none = zeros(), *(jnp.int32(x) for x in (0, 0, 0))
+        return ring.tiles(functools.partial(work.walk, decode), tile, save, none)
 
 
 def _store(value: Array, o_smem: Any, out_ref: Any, row: Any, end: Any, column: Any, *, interpret: bool) -> None:

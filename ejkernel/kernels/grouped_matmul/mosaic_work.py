@@ -40,9 +40,9 @@ class Work:
         all_items = self.count + zero_items(tiling, rows, self._first, self._end)
         self._mine = lax.div(all_items - block + (blocks - 1), jnp.int32(blocks))
 
-    def walk(self, decode: Any, tile: Any) -> Any:
+    def walk(self, decode: Any, tile: Any, held: Any = None) -> Any:
         """As the function `walk`, but with `decode(number, item)`; items of zeros have the numbers from `count` on."""
-        return walk(self._mine, self._fetch, lambda i, fields: decode(*self._item(i, fields)), tile)
+        return walk(self._mine, self._fetch, lambda i, fields: decode(*self._item(i, fields)), tile, held)
 
     def _fetch(self, i: Any) -> tuple[Any, ...]:
         """Reads the table's row for this block's item `i`; it is used one tile later, so the load costs no time."""

@@ -27,7 +27,7 @@ RECENT = jax.__version_info__ >= (0, 11)
 
 # Query length, key length, key heads, dim (or that of keys and of values), lower, upper, soft cap, segments (or id and
 # length of each), what queries are moved by (keys by minus), the logit of every seventh query and all keys. Fields of
-# the backward config may come last, and the shape of a random mask.
+# the backward config may come last, those of the forward config, and the shape of a random mask.
 INTERPRETED = {
     "causal": (256, 256, 1, 64, None, 0, None, False),
     "full, grouped heads": (128, 256, 1, 128, None, None, None, False),
@@ -59,6 +59,11 @@ INTERPRETED = {
     "window in segments, in parts": (264, 264, 1, 128, -60, 0, None, [(0, 130), (4, 100), (5, 34)], {"splits": 2}),
     "window in segments, head dim 256": (264, 264, 1, 256, -60, 9, None, [(0, 130), (4, 100), (5, 34)]),
     "tiles of keys in parts": (256, 256, 1, 128, None, 0, None, False, {"splits": 3}),
+    "outputs are held": (330, 330, 1, 128, None, 0, None, False, {"forward": {"hold": True}}),
+    "outputs are held, window in segments": (
+        *(330, 330, 1, 72, -60, 9, None, [(0, 130), (4, 166), (5, 34)]),
+        {"forward": {"hold": True, "q_stages": 2, "ping_pong": False}},
+    ),
     "tiles of keys in parts, head dim 256": (136, 200, 1, 256, -100, 64, 20.0, False, {"splits": 2}),
 }
 
@@ -83,7 +88,7 @@ def reference(q, k, v, lower, upper, cap, ids, mask):
     p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0, far=0.0, bwd=None, mask=None):
+def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0, far=0.0, bwd={}, mask=None, fwd={}):
     dim, value_dim = dim if isinstance(dim, list) else (dim, dim)
     keys = jax.random.split(jax.random.key(q_len + kv_len + dim), 4)
     shapes = [(q_len, 2, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, value_dim), (q_len, 2, value_dim)]
@@ -102,8 +107,9 @@ def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0,
     options["mask"] = mask
     options["interpret"] = plgpu.InterpretGPUParams()
     forward = config.MosaicFwdConfig(consumers=2, block_kv=64, share_qo=dim == 256, cluster=2 if cap else 1)
+    forward = dataclasses.replace(forward, **fwd)
     out, *sums = mosaic.flash_attention_forward(q, k, v, cfg=forward, **options)
-    backward = dataclasses.replace(config.default_backward(dim, value_dim), **bwd or {})
+    backward = dataclasses.replace(config.default_backward(dim, value_dim), **bwd)
     grads = mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **options)
     exact = lambda *x: reference(*x, lower, upper, cap, ids, mask)
     want, pull = jax.vjp(exact, *(x.astype(jnp.float32) for x in (q, k, v)))
@@ -115,11 +121,11 @@ def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0,
 
 case = json.loads(sys.argv[1])
 bwd = case.pop() if isinstance(case[-1], dict) else {}
-print(json.dumps(errors(*case, mask=bwd.pop("mask", None), bwd=bwd)))
+print(json.dumps(errors(*case, mask=bwd.pop("mask", None), fwd=bwd.pop("forward", {}), bwd=bwd)))
 """
 
 
-SHORT = ("window and soft cap", "rows of hugely negative logits", "head dim 256, segments")
+SHORT = ("window and soft cap", "rows of hugely negative logits", "head dim 256, segments", "outputs are held")
 
 
 @pytest.mark.slow
@@ -185,6 +191,7 @@ def test_a_config_that_does_not_fit_says_why():
     assert "shared memory" in (cfg.unfit(128) or "")
     assert "registers" in (configs.MosaicFwdConfig(consumers=3, block_kv=192).unfit(64) or "")
     assert "cluster" in (configs.MosaicFwdConfig(cluster=4).unfit(128) or "")
+    assert "share_qo" in (configs.MosaicFwdConfig(share_qo=True, hold=True).unfit(128) or "")
     assert "splits" in (configs.MosaicBwdConfig(splits=9).unfit(128) or "")
     assert "split" in (configs.MosaicBwdConfig(split="columns", dq="bulk").unfit(256) or "")
     second = configs.default_backward(256)

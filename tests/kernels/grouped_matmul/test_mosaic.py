@@ -40,6 +40,13 @@ INTERPRETED = {
     ),
     "drhs, clusters": (520, 320, 192, [300, 1, 7, 200], 0, None, {"width": 128, "cluster": 2, "lag": 1}),
     "drhs, odd sizes": (61, 72, 40, [20, 0, 33], 5, None, {"cluster": 1, "order": "as given"}),
+    "rows left, held": (
+        *(520, 320, 320, [300, 1, 7, 100], 20, False),
+        {"left": "rows", "width": 128, "cluster": 2, "halves": "near", "lag": 1, "hold": True},
+    ),
+    "weights left, held": (123, 72, 200, [50, 0, 33], 20, False, {"cluster": 2, "lag": 1, "hold": True}),
+    "weights left, held, one step": (300, 64, 136, [1, 100, 180], 7, True, {"width": 128, "cluster": 1, "hold": True}),
+    "drhs, held": (520, 320, 192, [300, 0, 7, 200], 0, None, {"width": 128, "cluster": 2, "lag": 1, "hold": True}),
     "drhs, one tile of columns": (123, 192, 64, [50, 0, 40], 20, None, {"width": 128, "cluster": 1}),
 }
 
@@ -180,6 +187,7 @@ def test_config_spaces_hold_only_what_fits(workload, out_dtype):
         ({"grain": 24}, "grain"),
         ({"consumers": 4}, "consumers"),
         ({"left": "rows", "order": "wide first"}, "order"),
+        ({"consumers": 3, "stages": 2, "width": 192, "hold": True}, "registers"),
     ],
 )
 def test_a_config_that_does_not_fit_says_why(fields, reason):
