@@ -58,9 +58,9 @@ class MosaicFwdConfig:
         return q_and_o + rings + 2 * self.block_q * 4 + BARRIER_BYTES
 
     def live_registers(self, value_dim: int) -> int:
-        """The most registers that a consumer thread holds: scores, weights, output, and some 24 for the rest."""
+        """The most registers that a consumer thread holds: scores, weights, output, one held, and some 24 for the rest."""
         scores, weights, output = self.block_kv // 2, self.block_kv // 4, in_memory(value_dim) // 2
-        return scores + weights + output + 24
+        return scores + weights + output + (output // 2 if self.hold else 0) + 24
 
     def unfit(self, head_dim: int, value_dim: int | None = None) -> str | None:
         """Says why this config cannot run at these dims, or `None` if it can."""
