@@ -12,8 +12,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# All of this before JAX is imported.
+# All of this before JAX is imported. Workers share a GPU, whose memory none of them may take as a whole.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Most of the suite's time is XLA compiling small programs, three of four not for the first time. On a CPU, what is
 # compiled is kept for the run: for later tests, and for the programs that tests start.

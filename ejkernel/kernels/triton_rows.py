@@ -33,26 +33,38 @@ def unsupported(x: Any) -> str | None:
     return None
 
 
-def space(columns: int) -> list[RowParams]:
-    """For a program per block: the guess as measured on an H200, then fewer and more elements per thread."""
+def space(columns: int, sums: int = 1) -> list[RowParams]:
+    """For a program per block: the guess as measured on an H200, then fewer and more elements per thread.
+
+    With three `sums` over a row instead of one, long rows take fewer warps.
+    """
     width = pl.next_power_of_2(columns)
     rows, warps = (
         (max(8192 // width, 1), min(width // 512, 32)) if width > 2048 else (2048 // width, max(width // 1024, 1))
     )
+    warps = min(warps, 8) if sums > 1 and width <= 8192 else warps
     sizes = [(rows, warps), *((r, w) for r in (1, 2, 4, rows) for w in (warps // 2, warps, 2 * warps))]
     found = [RowParams(rows=r, num_warps=w) for r, w in sizes if 0 < w <= 32 and (r == rows or r * width <= 16384)]
     return [*found, *staying_space(columns)[:2]]
 
 
-def staying_space(columns: int) -> list[RowParams]:
-    """For programs that work on several blocks, and may keep a sum: 8 elements per thread first, as measured."""
+def staying_space(columns: int, more: int = 0) -> list[RowParams]:
+    """For programs that work on several blocks, and may keep a sum.
+
+    The guess as measured on an H200: 8 elements per thread; with one `more` array, or sum over rows, 16; with two all
+    registers of a multiprocessor for one program.
+    """
     width = pl.next_power_of_2(columns)
     rows = max(2048 // width, 1)
     warps = min(max(rows * width // 256, 1), 32)
-    sizes = [(rows, warps, max(32 // warps, 1)), (rows, max(warps // 2, 1), max(32 // warps, 1))]
-    sizes += [(r, w, p) for r in (rows, 2 * rows) for w in (warps // 2, warps, 2 * warps) for p in (1, 2, 4)]
+    programs = max(32 // warps, 1)
+    plain, half, alone = (rows, warps, programs), (rows, max(warps // 2, 1), programs), (max(4096 // width, 1), 16, 1)
     fits = lambda r, w, p: 1 <= w <= 32 and 16 <= w * p <= 64 and _loads_ahead(r * width, w)
-    return [RowParams(rows=r, num_warps=w, programs=p) for r, w, p in [*sizes[:2], *(s for s in sizes if fits(*s))]]
+    first = (plain, half, alone)[more]
+    near = [first if fits(*first) else plain, plain, half]
+    others = [(r, w, p) for r in (rows, 2 * rows) for w in (warps // 2, warps, 2 * warps) for p in (1, 2, 4)]
+    sizes = dict.fromkeys([*near, *(s for s in [*others, alone] if fits(*s))])
+    return [RowParams(rows=r, num_warps=w, programs=p) for r, w, p in sizes]
 
 
 def programs_of(steps: int, params: RowParams) -> int:

@@ -131,9 +131,11 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         dsinks = None if aux is None else masks.sinks_gradient(saved.sums, delta, aux)
         if backend.platform == "mosaic":
             options: dict[str, Any] = {"out": out, "rest": rest}
+        elif backend.platform == "cudnn":
+            options = {"out": out}  # Without the rest, as after its own forward: another pass over dout costs more.
         else:
             dout, delta = masks.unlost(dout, delta, rest)
-            options = {"out": out} if backend.platform == "cudnn" else self._options(backend)
+            options = self._options(backend)
         dq, dk, dv, dbias = backend.functions.backward(call, lse, delta, dout, params, **options)
         return dq, dk, dv, dbias, dsinks
 

@@ -72,6 +72,7 @@ class LossArgumentError(EjkernelError, ValueError):
 def _backends(part: str) -> tuple[Backend, ...]:
     where = "ejkernel.kernels.linear_cross_entropy"
     return (
+        Backend("mosaic", f"{where}.mosaic{part}", ChunkParams, capability=(9, 0)),
         Backend("triton", f"{where}.triton{part}", ChunkParams, capability=(8, 0), interpret=True),
         Backend("xla", f"{where}.xla{part}", ChunkParams),
     )

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
-from ejkernel.kernels.hopper.chip import BARRIER_BYTES, WGMMA_ROWS, unfit_block
+from ejkernel.kernels.hopper.chip import BARRIER_BYTES, SMS, WGMMA_ROWS, unfit_block
 
 Schedule = Literal["persistent", "grid"]
 DqWay = Literal["bulk", "registers", "kernel"]
@@ -93,14 +93,19 @@ def is_full(q_len: int, kv_len: int, lower: int | None, upper: int | None) -> bo
     return lower is None and upper is None and q_len % 256 == 0 and kv_len % 256 == 0
 
 
+def is_long(q_len: int, kv_len: int, lower: int | None) -> bool:
+    """Whether most tiles of queries see so many keys that a tile's start and end hardly count."""
+    return lower is None and min(q_len, kv_len) >= 8192
+
+
 def forward_space(head_dim: int, value_dim: int | None = None) -> Iterator[MosaicFwdConfig]:
     """Yields the forward configs that fit the chip at these dims.
 
     A plain grid was slower wherever it was measured, and clusters wherever a mask makes their blocks unequal. Where
     clusters were faster, `default_forward` uses them.
     """
-    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False), (1, 2))
-    for consumers, block_kv, stages, share_qo, ping_pong, q_stages in axes:
+    axes = itertools.product((2, 3), (64, 128, 192), (2, 3), (False, True), (True, False), (1, 2), (False, True))
+    for consumers, block_kv, stages, share_qo, ping_pong, q_stages, hold in axes:
         cfg = MosaicFwdConfig(
             consumers=consumers,
             block_kv=block_kv,
@@ -108,13 +113,37 @@ def forward_space(head_dim: int, value_dim: int | None = None) -> Iterator[Mosai
             share_qo=share_qo,
             ping_pong=ping_pong,
             q_stages=q_stages,
+            hold=hold,
         )
-        # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise; a second Q tile helps where
-        # tiles are short, and those of 128 keys are the fastest of them.
+        # Sharing the memory of Q only costs time, unless the tiles do not fit otherwise; a second Q tile, and an output
+        # that is held, help where tiles are short, and those of 128 keys are the fastest of them.
         needless = share_qo and dataclasses.replace(cfg, share_qo=False).unfit(head_dim, value_dim) is None
-        needless |= q_stages > 1 and (share_qo or block_kv != 128)
+        needless |= (q_stages > 1 or hold) and (share_qo or block_kv != 128)
+        needless |= hold and consumers > 2
         if not needless and cfg.unfit(head_dim, value_dim) is None:
             yield cfg
+
+
+def guessed_forward(
+    q_shape: tuple[int, ...],
+    kv_shape: tuple[int, ...],
+    value_dim: int,
+    lower: int | None,
+    upper: int | None,
+    *,
+    packed: bool,
+) -> MosaicFwdConfig:
+    """Returns the config of an untuned call; `packed` is whether it has segments or a mask."""
+    q_len, kv_len = q_shape[1], kv_shape[1]
+    return default_forward(
+        q_shape[3],
+        value_dim,
+        full=is_full(q_len, kv_len, lower, upper),
+        packed=packed,
+        banded=(lower, upper) != (None, None),
+        long=is_long(q_len, kv_len, lower),
+        q_len=q_len,
+    )
 
 
 def default_forward(
@@ -124,32 +153,34 @@ def default_forward(
     full: bool = False,
     packed: bool = False,
     banded: bool = True,
+    long: bool = False,
     q_len: int | None = None,
 ) -> MosaicFwdConfig:
     """Returns the config of an untuned call.
 
-    `full` is what `is_full` says of the call, `packed` whether it has segments or a mask, `banded` whether it is causal
-    or has a window, `q_len` how many queries.
+    `full` is what `is_full` says of the call, `long` what `is_long` says, `packed` whether it has segments or a mask,
+    `banded` whether it is causal or has a window, `q_len` how many queries.
     """
     value_dim = head_dim if value_dim is None else value_dim
     dim = max(head_dim, value_dim)
     short = q_len is not None and q_len <= 1024
-    # A tile of two steps leaves nothing to take turns for.
+    # A tile of two steps leaves nothing to take turns for. Of one step, not even a tile to load ahead.
     tiny = q_len is not None and q_len <= 256 and not banded and not packed
-    if tiny and dim <= 128:
-        return MosaicFwdConfig(ping_pong=False, q_stages=2)
+    if q_len is not None and tiny and dim <= 128:
+        return MosaicFwdConfig(ping_pong=False, q_stages=1 if q_len <= 128 else 2)
     if dim <= 64:
         if packed or short:
-            return MosaicFwdConfig(stages=3, q_stages=2 if short else 1)
+            return MosaicFwdConfig(stages=3, q_stages=2, hold=packed)
         # Tiles of three warpgroups leave up to 191 rows empty, which few tiles do not make up for.
         return MosaicFwdConfig() if q_len is not None and q_len <= 2048 else MosaicFwdConfig(consumers=3, stages=3)
     if dim <= 128:
+        ahead = MosaicFwdConfig(q_stages=2, hold=True)
         if full and not packed and dim > 96:
-            return MosaicFwdConfig(ping_pong=False, cluster=2)
-        deep = MosaicFwdConfig(stages=3)
-        if deep.unfit(head_dim, value_dim) is None:
-            return deep
-        return MosaicFwdConfig(q_stages=2 if short and not packed else 1)
+            return dataclasses.replace(ahead if short else MosaicFwdConfig(), ping_pong=False, cluster=2)
+        if long and not packed and dim > 96:
+            return MosaicFwdConfig(ping_pong=False, hold=True)
+        fits = (dataclasses.replace(ahead, stages=stages) for stages in (3, 2))
+        return next((cfg for cfg in fits if cfg.unfit(head_dim, value_dim) is None), MosaicFwdConfig())
     for block_kv, share_qo in ((128, False), (128, True), (64, False), (64, True)):
         cfg = MosaicFwdConfig(block_kv=block_kv, share_qo=share_qo, ping_pong=False)
         if cfg.unfit(head_dim, value_dim) is None:
@@ -306,12 +337,27 @@ def backward_space(head_dim: int, value_dim: int | None = None) -> Iterator[Mosa
             yield cfg
 
 
-def default_backward(head_dim: int, value_dim: int | None = None, *, full: bool = False) -> MosaicBwdConfig:
-    """Returns the config of an untuned call; `full` is what `is_full` says of the call."""
+def clusters_pay(
+    q_shape: tuple[int, ...], kv_shape: tuple[int, ...], lower: int | None, upper: int | None, *, packed: bool
+) -> bool:
+    """Whether the backward is faster if two blocks load queries together.
+
+    It is where every query sees every key. In a causal call the two wait for each other at the edge of the mask: once
+    for each tile of keys, which many query heads make up for, if there are tiles for all blocks.
+    """
+    (_, q_len, heads, _), (batch, kv_len, kv_heads, _) = q_shape, kv_shape
+    if is_full(q_len, kv_len, lower, upper):
+        return True
+    tiles = batch * kv_heads * kv_len // 256
+    return lower is None and not packed and heads >= 7 * kv_heads and tiles >= SMS // 2
+
+
+def default_backward(head_dim: int, value_dim: int | None = None, *, clusters: bool = False) -> MosaicBwdConfig:
+    """Returns the config of an untuned call; `clusters` is what `clusters_pay` says of it."""
     value_dim = head_dim if value_dim is None else value_dim
     if max(head_dim, value_dim) <= 64:
         return MosaicBwdConfig(block_q=128, dq="registers")
-    keys = MosaicBwdConfig(block_q=64, dq="registers", cluster=2 if full else 1)
+    keys = MosaicBwdConfig(block_q=64, dq="registers", cluster=2 if clusters else 1)
     if max(head_dim, value_dim) <= 128 and keys.unfit(head_dim, value_dim) is None:
         return keys
     if head_dim == value_dim == 256:

@@ -61,29 +61,28 @@ def _not_importable() -> str | None:
 
 def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
     """The guess, then the others."""
-    query, _, value, extras, rules = Attention.of(inv.args, inv.kwargs)
-    dims = query.shape[3], value.shape[3]
-    packed = extras.q_segment_ids is not None or extras.mask is not None
-    facts = {"full": _is_full(inv), "packed": packed, "banded": (rules.lower, rules.upper) != (None, None)}
-    guess = config.default_forward(*dims, q_len=query.shape[1], **facts)
-    return [guess, *config.forward_space(*dims)]
+    query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
+    guess = config.guessed_forward(
+        query.shape, key.shape, value.shape[3], rules.lower, rules.upper, packed=_is_packed(extras)
+    )
+    return [guess, *config.forward_space(query.shape[3], value.shape[3])]
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[MosaicBwdConfig]:
     """The guess, then with other parts of tiles, or two tiles of keys in flight, then the others."""
-    query, _, value, extras, _ = Attention.of(inv.args, inv.kwargs)
-    dims = query.shape[3], value.shape[3]
-    guess = config.default_backward(*dims, full=_is_full(inv))
-    packed = extras.q_segment_ids is not None or extras.mask is not None
+    query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
+    dims, packed = (query.shape[3], value.shape[3]), _is_packed(extras)
+    clusters = config.clusters_pay(query.shape, key.shape, rules.lower, rules.upper, packed=packed)
+    guess = config.default_backward(*dims, clusters=clusters)
     near = [dataclasses.replace(guess, splits=splits) for splits in (1, 2, 4)]
+    near += [dataclasses.replace(guess, head_group=heads) for heads in (2, 4)]
     near += [] if packed else [dataclasses.replace(guess, kv_stages=2)]
-    others = [*near, *config.backward_space(*dims)]
+    others = [*near, dataclasses.replace(guess, cluster=3 - guess.cluster), *config.backward_space(*dims)]
     return [guess, *(cfg for cfg in others if cfg.unfit(*dims, ids=packed) is None)]
 
 
-def _is_full(inv: Invocation[Any, Any]) -> bool:
-    rules = inv.kwargs["rules"]
-    return config.is_full(inv.args[0].shape[1], inv.args[1].shape[1], rules.lower, rules.upper)
+def _is_packed(extras: Extras) -> bool:
+    return extras.q_segment_ids is not None or extras.mask is not None
 
 
 def forward(call: Attention, params: MosaicFwdConfig | None = None) -> tuple[Array, masks.LogSum]:

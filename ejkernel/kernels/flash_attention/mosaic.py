@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, default_forward, is_full
+from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, guessed_forward
 from ejkernel.kernels.flash_attention.mosaic_bits import packed_bits
 from ejkernel.kernels.flash_attention.mosaic_columns import Columns, columns
 from ejkernel.kernels.flash_attention.mosaic_hide import Mask
@@ -62,8 +62,7 @@ def flash_attention_forward(
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
     value_dim, packed = v.shape[3], q_segment_ids is not None or mask is not None
-    full, banded = is_full(q_len, kv_len, lower, upper), (lower, upper) != (None, None)
-    cfg = cfg or default_forward(head_dim, value_dim, full=full, packed=packed, banded=banded, q_len=q_len)
+    cfg = cfg or guessed_forward(q.shape, k.shape, value_dim, lower, upper, packed=packed)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     ids, words = (), None

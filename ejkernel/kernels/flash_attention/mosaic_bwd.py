@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_gradients, mosaic_bwd_keys
-from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, default_backward, is_full
+from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, clusters_pay, default_backward
 from ejkernel.kernels.flash_attention.mosaic import padded
 from ejkernel.kernels.flash_attention.mosaic_bwd_memory import scratch
 from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand, operands
@@ -64,9 +64,10 @@ def flash_attention_backward(
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, value_dim = v.shape
     group = heads // kv_heads
+    packed = q_segment_ids is not None or mask is not None
     # The interpreter (JAX 0.11 on) has no reductions, so only one block may run at a time.
-    full = is_full(q_len, kv_len, lower, upper) and not interpret
-    cfg = cfg or default_backward(head_dim, value_dim, full=full)
+    clusters = clusters_pay(q.shape, k.shape, lower, upper, packed=packed) and not interpret
+    cfg = cfg or default_backward(head_dim, value_dim, clusters=clusters)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)

@@ -13,6 +13,7 @@ from ejkernel.kernels.flash_attention.mosaic_bwd_packed import is_cut, read_entr
 from ejkernel.kernels.flash_attention.mosaic_bwd_schedule import decode_item
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.hopper.cluster import place_in_cluster
+from ejkernel.kernels.hopper.wgmma import unhoisted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +38,11 @@ class Tile:
 
     def place(self, n: Any) -> tuple[Any, Any]:
         """Returns the query head and the first query of step `n`."""
-        n = n + self.first
+        head, n = unhoisted(self.kv_head, n) * self.group, n + self.first
+        if self.group == 1:
+            return head, (self.start + n) * self.block_q
         return (
-            self.kv_head * self.group + lax.div(n, self.count),
+            head + lax.div(n, self.count),
             (self.start + lax.rem(n, self.count)) * self.block_q,
         )
 
@@ -80,6 +83,9 @@ class Walk:
         if start is None or end is None:
             start, end = self.band.query_blocks(col, keys, self.cfg.block_q)
         count = end - start
+        if self.band.lower is None and self.band.upper is None:
+            # Loops of a length that ptxas knows have more addresses in registers than there are (JAX 0.11.2).
+            count = unhoisted(count, number)
         first, steps = 0, self.group * count
         if self.splits > 1:
             first = lax.div(steps * part, parts)

@@ -177,6 +177,7 @@ def space(dims: Dimensions) -> list[MosaicConfig]:
         )
     ]
     even_work = [
+        MosaicConfig(width=256, slots=2, cluster=1, band=bands[0], order="wide first", hold=True),
         MosaicConfig(width=256, slots=2, cluster=1, band=bands[0], order="wide first"),
         MosaicConfig(width=192, store=32, slots=3, cluster=1, band=bands[0], order="wide first"),
     ]
@@ -184,6 +185,7 @@ def space(dims: Dimensions) -> list[MosaicConfig]:
     first = even_work if bands[0] == 1 and dims.k >= 1024 else []
     wide = [*first, *wide, *even_work]
     wide += [MosaicConfig(store=128, slots=1, order="large first"), MosaicConfig(grain=32), MosaicConfig(width=128)]
+    wide += [MosaicConfig(width=192, store=32, cluster=1, band=bands[0], hold=True)]
     by_rows = []
     if unaligned(dims, STEP) is None:
         whole = MosaicConfig(left="rows", store=256, slots=1, lag=1, order="large first")
@@ -208,8 +210,11 @@ def drhs_space(dims: Dimensions) -> list[MosaicDrhsConfig]:
     ]
     # With few rows for each group, most of the time goes into storing: small groups beside large ones.
     mixed = [dataclasses.replace(cfg, order="as given") for cfg in found[:2]]
+    held = [dataclasses.replace(found[0], hold=True, lag=1), dataclasses.replace(found[0], hold=True)]
+    if dims.rows >= 1024 * dims.groups:
+        found = [*held, *found]
     first = mixed if 32 * dims.groups < dims.rows < 256 * dims.groups else []
-    return _fitting([*first, *found, *mixed], dims.out_bytes)
+    return _fitting([*first, *found, *mixed, *held], dims.out_bytes)
 
 
 _Config = TypeVar("_Config", bound=_Tile)

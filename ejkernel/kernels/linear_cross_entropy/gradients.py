@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,8 @@ from ejkernel.kernels.manual_axes import Axes, axes_of, vary
 from ejkernel.ops.utils.fingerprint import device_kind
 
 Array = jax.Array
+InPlace = Callable[[Array, Array], Array]
+"""`x.T @ held`, in the memory of `held`."""
 
 
 class Gradients(NamedTuple):
@@ -85,15 +88,15 @@ def losses(call: Problem, size: int) -> Rows:
     return lax.fori_loop(0, chunks.steps, step, call.typed(rows)[0])
 
 
-def gradients(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
+def gradients(call: Problem, params: ChunkParams, in_place: InPlace | None = None) -> tuple[Rows, Gradients]:
     """The rows, and the gradients of `sum(factor · loss)`, in the dtypes in which they may wait for a cotangent."""
     if not len(call.x):
         bias = None if call.bias is None else jnp.zeros_like(call.bias)
         return call.no_rows(), Gradients(jnp.zeros_like(call.x), jnp.zeros_like(call.weights), bias)
-    return (_at_once if params.rows >= len(call.x) else _in_turn)(call, params)
+    return _at_once(call, params, in_place) if params.rows >= len(call.x) else _in_turn(call, params)
 
 
-def _at_once(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
+def _at_once(call: Problem, params: ChunkParams, in_place: InPlace | None) -> tuple[Rows, Gradients]:
     """All rows as one chunk: no sum over chunks."""
     x, weights, labels, bias, rule, factor = call
     assert factor is not None
@@ -107,8 +110,10 @@ def _at_once(call: Problem, params: ChunkParams) -> tuple[Rows, Gradients]:
         return rows, Gradients(dx, with_layout_constraint(product(x, dlogits, (0, 0), kept), Layout((0, 1))), dbias)
     if (x.shape[0], dlogits.dtype) != (weights.shape[0], kept):
         return rows, Gradients(dx, product(x, dlogits, (0, 0), kept), dbias)
-    # The weights' gradient takes the place of the logits', chunk by chunk, once nothing else reads them.
+    # The weights' gradient takes the place of the logits', once nothing else reads them.
     dlogits, dx, dbias = lax.optimization_barrier((dlogits, dx, dbias))
+    if in_place is not None:
+        return rows, Gradients(dx, in_place(x, dlogits), dbias)
 
     def replace(first: Any, columns: int, held: Array) -> Array:
         part = lax.dynamic_slice_in_dim(held, first, columns, axis=1)

@@ -81,19 +81,20 @@ def _even(width: int, most: int) -> int:
 
 def forward_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
     """The guess, and other chunks of a loss without gradients, in as much memory."""
-    first = _guess_of(inv)
+    first = guess_of(inv)
     others = (first.loss_rows // 2, first.loss_rows // 4)
     return [first, *(ChunkParams(rows=first.rows, columns=first.columns, loss_rows=r) for r in others if r > 0)]
 
 
 def gradients_space(inv: Invocation[Any, Any]) -> list[ChunkParams]:
     """The guess, and other chunks of a loss with gradients, in as much memory."""
-    first = _guess_of(inv)
+    first = guess_of(inv)
     fewer = [c for c in (2048, 4096, 8192) if c < (first.columns or 0)]
     sizes = [*((first.rows, c) for c in fewer), (first.rows // 2, first.columns)]
     return [first, *(ChunkParams(rows=r, columns=c, loss_rows=first.loss_rows) for r, c in sizes if r > 0)]
 
 
-def _guess_of(inv: Invocation[Any, Any]) -> ChunkParams:
+def guess_of(inv: Invocation[Any, Any]) -> ChunkParams:
+    """That of a call."""
     x, weights = inv.args[:2]
     return guess(max(x.size // max(x.shape[-1], 1), 1), weights)

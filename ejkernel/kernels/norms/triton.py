@@ -23,12 +23,17 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
 
 def forward_space(inv: Invocation[Any, Any]) -> list[RowParams]:
     """The guess, and other blocks."""
-    return rows.space(inv.args[0].shape[-1])
+    return rows.space(inv.args[0].shape[-1], sums=3 if _centers(inv) else 1)
 
 
 def backward_space(inv: Invocation[Any, Any]) -> list[RowParams]:
     """As of the forward; a block holds two arrays, and programs stay."""
-    return rows.staying_space(inv.args[0].shape[-1])
+    return rows.staying_space(inv.args[0].shape[-1], more=_centers(inv) + (inv.args[-1] is not None))
+
+
+def _centers(inv: Invocation[Any, Any]) -> bool:
+    """Whether it is a norm with an offset, which subtracts the mean too."""
+    return len(inv.args) == 4
 
 
 def _weights(block: Block, refs: dict[str, Any], scale_offset: float) -> Any:
@@ -41,7 +46,7 @@ def forward(
 ) -> tuple[Any, tuple[Array | None, Array]]:  # fmt: skip
     """As `xla.forward`."""
     shape = rows.table(x)
-    params = params or rows.space(shape[1])[0]
+    params = params or rows.space(shape[1], sums=3 if center else 1)[0]
     types = {"out": jax.ShapeDtypeStruct(shape, x.dtype), "rstd": jax.ShapeDtypeStruct(shape[:1], jnp.float32)}
     types |= {"mean": types["rstd"]} if center else {}
     types |= {} if residual is None else {"total": types["out"]}
@@ -90,7 +95,7 @@ def backward(
     It loads a block while it works on the one before.
     """
     shape = rows.table(x)
-    params = params or rows.staying_space(shape[1])[0]
+    params = params or rows.staying_space(shape[1], more=center + (residual is not None))[0]
     total, dout, dtotal = (x, dout, None) if residual is None else (out[1], *dout)
     steps = pl.cdiv(shape[0], params.rows)
     programs = rows.programs_of(steps, params)

@@ -252,6 +252,8 @@ GPU_CASES = [
     _wide("wide value dim 64", value_dim=64, make={"causal": True}),
     _wide("wide odd lengths", q_len=301, kv_len=333, make={"causal": True}),
     _wide("wide lower right", q_len=128, make={"causal": "lower_right"}),
+    _wide("wide groups of 7", batch=15, heads=28, kv_heads=4, q_len=300, kv_len=300, make={"causal": True}),
+    _wide("wide, tiles that are whole", q_len=512, kv_len=512, make={}),
     _wide("wide window", make={"causal": True, "sliding_window": 70}),
     _wide("wide window, both sides", make={"sliding_window": (40, 24)}),
     _wide("wide soft cap", make={"logits_soft_cap": 2.0, "causal": True}),

@@ -154,7 +154,17 @@ def test_config_spaces_hold_only_what_fits(head_dim):
     assert configs.default_backward(head_dim) in backward
     for full in (False, True):
         assert configs.default_forward(head_dim, full=full).unfit(head_dim) is None
-        assert configs.default_backward(head_dim, full=full).unfit(head_dim) is None
+        assert configs.default_backward(head_dim, clusters=full).unfit(head_dim) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "lower", "batch", "packed", "pays"),
+    [(14, None, 9, False, True), (12, None, 9, False, False), (14, -99, 9, False, False), (14, None, 2, False, False),
+     (14, None, 9, True, False)],
+)  # fmt: skip
+def test_clusters_of_a_causal_backward_need_many_heads_for_each_key_head(heads, lower, batch, packed, pays):
+    q, kv = (batch, 1000, heads, 128), (batch, 1000, 2, 128)
+    assert configs.clusters_pay(q, kv, lower, 0, packed=packed) == pays
 
 
 def test_clusters_need_whole_tiles_and_no_mask():
