@@ -246,8 +246,13 @@ def test_guess_on_hopper_is_what_measured_faster(monkeypatch):
     assert guess(length=512, head_dim=64, backward=True).platform == "cudnn"
     assert guess(length=577, head_dim=64).platform == "mosaic"
     assert guess(length=577, head_dim=64, backward=True).platform == "cudnn"
+    assert guess(length=128, head_dim=64).platform == "cudnn"
     assert guess(length=1024, head_dim=112, causal=True).platform == "cudnn"
     assert guess(length=4096, head_dim=256).platform == "cudnn"
+    assert guess(length=8192, head_dim=256).platform == "cudnn"
+    if not unsupported_backward(256):
+        assert guess(length=8192, head_dim=256, backward=True).platform == "mosaic"
+        assert guess(length=4096, head_dim=256, backward=True).platform == "cudnn"
     assert guess(length=4096, head_dim=256, causal=True).platform == "mosaic"
     monkeypatch.setattr(rule, "KINDS", (rule.Kind("all", lambda facts: True, 0.9, 1.1),))
     assert guess(causal=True).platform == "cudnn"
@@ -326,15 +331,15 @@ def test_page_has_the_table_of_the_rule():
 def test_rule_knows_every_backend_and_gives_each_call_one_kind():
     names = [backend.platform for backend in FlashAttention.backends]
     for q_len, kv_len, head_dim, group, banded, full in itertools.product(
-        (1, 4096), (1, 197, 256, 512, 4096), (64, 112, 256), (1, 8), (False, True), (False, True)
+        (1, 4096, 8192), (1, 128, 197, 256, 512, 4096, 8192), (64, 112, 256), (1, 8), (False, True), (False, True)
     ):
         facts = rule.Facts(q_len, kv_len, head_dim, group, banded, full)
         for backward in (False, True):
             order = rule.order(facts, backward=backward)
             assert sorted(order) == sorted(names)
             assert (order[0] == "mosaic") == rule.kind_of(facts).is_ours(backward=backward)
-    used = {rule.kind_of(rule.Facts(4096, n, d, g, b, f)).name for n, d, g, b, f in itertools.product(
-        (197, 256, 512, 4096), (64, 112, 256), (1, 8), (False, True), (False, True))}  # fmt: skip
+    sizes = (4096, 8192), (128, 197, 256, 512, 4096, 8192), (64, 112, 256), (1, 8), (False, True), (False, True)
+    used = {rule.kind_of(rule.Facts(*facts)).name for facts in itertools.product(*sizes)}
     assert used == {kind.name for kind in rule.KINDS}, "a kind that no call is of"
 
 
