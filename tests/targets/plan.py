@@ -40,7 +40,9 @@ KERNELS = {
         for by in ("triton", "mosaic", "pallas")
     },
     ("linear_cross_entropy", "triton"): 1,
+    ("linear_cross_entropy", "mosaic"): 1,
     ("linear_cross_entropy_gradients", "triton"): 1,
+    ("linear_cross_entropy_gradients", "mosaic"): 2,
     ("grouped_matmul", "mosaic"): 1,
     ("grouped_matmul", "triton"): 1,
     ("grouped_matmul", "pallas"): 1,

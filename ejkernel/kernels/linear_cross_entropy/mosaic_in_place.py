@@ -1,4 +1,4 @@
-"""A product in the memory of one of its operands, for Hopper: `x.T @ held`, where both have as many rows as columns of x.
+"""A product in the memory of one of its operands, for Hopper: `x.T @ held`, where x is square.
 
 A panel is some columns of `held`. Its tiles of the result lie where the panel was, and each of them needs all of it: so
 as many blocks work on a panel at the same time as it has tiles, and none stores a tile before all have read the panel.

@@ -19,7 +19,6 @@ CACHED_COLUMNS = 1 << 16
 """Rows that are longer have a multiprocessor for themselves, so that those at work together fit into the cache."""
 PARTS = 4
 """Elements that a lane takes at a time: one of five exponentials rescales, where it would be one of two."""
-AHEAD = True
 LEAST = -1e30
 """In place of minus infinity, which minus itself is nan."""
 MOST_ELEMENTS = 1 << 31
@@ -81,12 +80,10 @@ def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> N
         bias = plgpu.load(refs["bias"].at[column], mask=inside, other=0.0) if "bias" in refs else None
         return rule.logits(raw, bias)
 
-    def add(step: Any, carry: Any) -> Any:
-        held, (top, total, *plain) = carry
-        following = fetch(step + 1, PARTS) if AHEAD else held
-        held = held if AHEAD else fetch(step, PARTS)
+    def add(step: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        top, total, *plain = carry
         places = [columns(step * PARTS + i) for i in range(PARTS)]
-        parts = [(at[1], logits(raw, *at)) for raw, at in zip(held, places, strict=True)]
+        parts = [(at[1], logits(raw, *at)) for raw, at in zip(fetch(step, PARTS), places, strict=True)]
         values = [jnp.where(inside, value, -jnp.inf) for inside, value in parts]
         most = top
         for value in values:
@@ -94,11 +91,11 @@ def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> N
         total = total * jnp.exp(top - most) + sum(jnp.exp(value - most) for value in values)
         if plain:
             plain = [plain[0] + sum(jnp.where(inside, value, 0.0) for inside, value in parts)]
-        return following, (most, total, *plain)
+        return most, total, *plain
 
     zeros = jnp.zeros(lanes, jnp.float32)
     start = (zeros + LEAST, zeros, *([zeros] if rule.label_smoothing else []))
-    _, (top, total, *plain) = lax.fori_loop(0, pl.cdiv(width, PARTS * lanes), add, (fetch(0, PARTS), start))
+    top, total, *plain = lax.fori_loop(0, pl.cdiv(width, PARTS * lanes), add, start)
     most = jnp.max(top)
     total = jnp.sum(total * jnp.exp(top - most))
     label = plgpu.load(refs["labels"].at[row])
@@ -118,14 +115,11 @@ def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> N
     parts = PARTS if lanes <= 4096 else PARTS // 2
     steps = pl.cdiv(width, parts * lanes)
 
-    def differentiate(i: Any, held: list[Array]) -> list[Array]:
+    def differentiate(i: Any, carry: None) -> None:
         step = steps - 1 - i
-        following = fetch(jnp.maximum(step - 1, 0), parts) if AHEAD else held
-        held = held if AHEAD else fetch(step, parts)
-        for index, raw in enumerate(held):
+        for index, raw in enumerate(fetch(step, parts)):
             column, inside = columns(step * parts + index)
             slope = rule.slope(logits(raw, column, inside), column == label, lse, factor, width)
             plgpu.store(refs["slope"].at[row, column], slope.astype(refs["slope"].dtype), mask=inside)
-        return following
 
-    lax.fori_loop(0, steps, differentiate, fetch(steps - 1, parts))
+    lax.fori_loop(0, steps, differentiate, None)

@@ -85,7 +85,8 @@ CASES = [
 @pytest.mark.skipif("not on_hopper()", reason="needs Hopper")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_loss_and_gradients_agree_on_a_hopper_gpu(case):
-    check(LinearCrossEntropy, "mosaic", case, oracle, fwd_params=ChunkParams(rows=512), bwd_params=ChunkParams(rows=512))
+    chunks = {part: ChunkParams(rows=512) for part in ("fwd_params", "bwd_params")}
+    check(LinearCrossEntropy, "mosaic", case, oracle, **chunks)
 
 
 @pytest.mark.gpu
