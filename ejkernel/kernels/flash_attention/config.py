@@ -58,7 +58,7 @@ class MosaicFwdConfig:
         return q_and_o + rings + 2 * self.block_q * 4 + BARRIER_BYTES
 
     def live_registers(self, value_dim: int) -> int:
-        """The most registers that a consumer thread holds: scores, weights, output, one held, and some 24 for the rest."""
+        """The most registers of a consumer thread: scores, weights, output, one that is held, and 24 for the rest."""
         scores, weights, output = self.block_kv // 2, self.block_kv // 4, in_memory(value_dim) // 2
         return scores + weights + output + (output // 2 if self.hold else 0) + 24
 
