@@ -31,7 +31,6 @@ from ejkernel.kernels.hopper.wgmma import MatrixUnit, layout_cast
 
 _LOG2E = math.log2(math.e)
 _L2_BUDGET_BYTES = 16 << 20  # A third of the L2 cache: larger and smaller groups of heads were slower.
-_READ_AHEAD = True
 _MIN_HEAD_GROUP = 4  # Fewer heads cannot keep all SMs busy.
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -470,7 +469,7 @@ def _kernel(
 
         # Where much is read before a tile can start, it is read while the one before is finished. The registers that
         # this takes cost more than it gains where a tile's number is all.
-        ahead = _READ_AHEAD and bool(facts)
+        ahead = bool(facts)
         first_read = read_tile(jnp.int32(0)) if ahead else ()
         none = tuple(layout_cast(jnp.zeros(shape, o_ref.dtype), plgpu.Layout.WGMMA) for shape in o_shapes)
         nowhere = (none, *(jnp.int32(x) for x in (-1, 0, 0, 0))) if cfg.hold else ()
