@@ -48,6 +48,7 @@ def tune(
     name: str,
     wanted: Wanted,
     out: Path | None,
+    held: list[StoredEntry],
     *,
     jobs: int,
     compile_s: float,
@@ -64,7 +65,7 @@ def tune(
         named, missing = _calls(wanted)
         for call in named:
             assert call.inv.key  # Known from now on: a key names the device that was asked for first.
-    old = {e.place: e for e in packs.read(out).entries} if out is not None and out.exists() else {}
+    old = {entry.place: entry for entry in held}
     found, failed = dict[Any, StoredEntry](), list(missing)
     rows: list[dict[str, Any]] = []
     with Compilers(target, jobs=jobs, compile_s=compile_s) as compilers:

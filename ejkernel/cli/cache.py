@@ -21,7 +21,7 @@ from ejkernel.cli.output import (
     tell,
     working,
 )
-from ejkernel.cli.store import open_store, why_nothing
+from ejkernel.cli.store import check_nothing_lost, open_store, why_nothing
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.store import entry as entries
 from ejkernel.ops.store import layers, merging, packs, upkeep
@@ -149,6 +149,7 @@ def export(
     if target == "-":
         documents.stream().writelines(packs.to_text(found, name or "store"))
         return
+    check_nothing_lost("TARGET", target, chosen)
     packs.write(target, found, name)
     _say_written(target, len(chosen), as_json)
 
@@ -185,6 +186,7 @@ def merge(
     with working("reading"):
         merged = merging.merge(layers.entries_of(source) for source in sources)
         if merged:
+            check_nothing_lost("TARGET", target, merged.values())
             packs.write(target, map(packs.without_trials, merged.values()) if no_trials else merged.values(), name)
     if not merged:
         _nothing(f"{', '.join(sources)}: no entries.")
@@ -270,10 +272,10 @@ def adopt(
         raise EjkernelError(
             "--out: a pack is only read, so name the pack to write; the store needs none, nor a dry run."
         )
-    if out is not None:
-        check_file("--out", out)
     cache = open_store(store)
     held = list(cache.entries(device, op, packs=False) if source is None else layers.entries_of(source))
+    if out is not None:
+        check_nothing_lost("--out", out, held)
     chosen = [e for e in held if device in (None, e.place.device) and op in (None, e.place.op_id)]
     names = [f"ejkernel.modules:{path.partition(':')[2]}" for path in operations.own().values()]
     names += [*operations.announced().values(), *(kernel or [])]

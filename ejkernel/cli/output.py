@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ejkernel.cli import documents
@@ -18,9 +20,15 @@ _MAX_RICH_ROWS = 500  # For more rows, drawing a table takes too long.
 
 
 def check_file(name: str, path: str | os.PathLike[str]) -> None:
-    """Refuses to write a file where there is a directory, before anything is measured."""
-    if os.path.isdir(os.path.expanduser(path)):
+    """Refuses a file that cannot be written, before anything is measured."""
+    file = Path(path).expanduser().absolute()
+    if file.is_dir():
         raise EjkernelError(f"{name}: {os.fspath(path)} is a directory; name the file to write.")
+    folder = next(parent for parent in file.parents if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise EjkernelError(f"{name}: {os.fspath(path)} cannot be written: {folder}: {e.strerror}.") from e
 
 
 @contextlib.contextmanager

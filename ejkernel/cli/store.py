@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 
+from ejkernel.cli.output import check_file, counted
+from ejkernel.errors import EjkernelError
+from ejkernel.ops.store import packs
 from ejkernel.ops.store.entry import StoredEntry
 from ejkernel.ops.store.persistent import PersistentCache, StoreSettingError
 
@@ -15,6 +20,42 @@ def open_store(path: str | None) -> PersistentCache:
     if cache.path.exists() and not cache.path.is_dir():
         raise StoreSettingError(f"--store: {cache.path} is a file; a store is a directory. Packs go as arguments.")
     return cache
+
+
+def held_by(option: str, target: str | os.PathLike[str]) -> list[StoredEntry]:
+    """The entries of a pack that is to be written again; none if there is no file yet, or an empty one.
+
+    Raises an error if the file cannot be written, is no pack, or has entries that cannot be read: they would be lost.
+    """
+    if packs.is_remote(os.fspath(target)):
+        return []
+    check_file(option, target)
+    file = Path(target).expanduser()
+    if not file.exists() or file.stat().st_size == 0:
+        return []
+    try:
+        pack = packs.read(target)
+    except packs.PackError as e:
+        raise EjkernelError(f"{option}: {e} Name another file, or remove this one.") from e
+    if pack.problems:
+        unread = counted(len(pack.problems), "entry", "entries")
+        raise EjkernelError(
+            f"{option}: {target} has {unread} that cannot be read and would be lost ({pack.problems[0]}). Name another "
+            "file, or remove this one."
+        )
+    return pack.entries
+
+
+def check_nothing_lost(option: str, target: str, written: Iterable[StoredEntry]) -> None:
+    """Refuses to write a pack over one that has entries of other calls."""
+    places = {entry.place for entry in written}
+    lost = sum(entry.place not in places for entry in held_by(option, target))
+    if lost:
+        raise EjkernelError(
+            f"{option}: {target} is a pack with {counted(lost, 'entry', 'entries')} of other calls, which would be lost. "
+            "`ejkernel cache merge` adds to a pack that is named among its sources, too; else name another file, or remove "
+            "this one."
+        )
 
 
 def stored_names(part: str) -> Callable[[str], list[str]]:

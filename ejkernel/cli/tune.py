@@ -13,8 +13,8 @@ import typer
 
 from ejkernel.cli import ahead, calls, interrupts, operations, suites
 from ejkernel.cli.options import AsJson, Grad, NoTrials, Settings, Store
-from ejkernel.cli.output import check_file, counted, print_json, print_table, short_arguments, short_repr, tell
-from ejkernel.cli.store import open_store
+from ejkernel.cli.output import counted, print_json, print_table, short_arguments, short_repr, tell
+from ejkernel.cli.store import held_by, open_store
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Invocation
@@ -98,20 +98,22 @@ def tune(
 
     ejkernel tune flash_attention --suite --for v6e --out packs/tpu-v6e.json
     """
-    _check({"--budget": budget, "--compile-s": compile_s}, out)
+    _check({"--budget": budget, "--compile-s": compile_s})
+    held = [] if out is None else held_by("--out", out)
     cache = open_store(store)
     if for_target is not None:
         if cases or executor is not None or budget is not None or listed:
             raise EjkernelError("--for goes without --budget, --cases, --executor and --list: nothing is measured.")
         wanted = ahead.Wanted(target, specs_file, args, settings or [], grad, suite, only or (), again)
-        limits = {"jobs": jobs, "compile_s": compile_s, "most": max_candidates}
-        raise typer.Exit(ahead.tune(cache, for_target, wanted, out, no_trials=no_trials, as_json=as_json, **limits))
+        limits: Row = {"jobs": jobs, "compile_s": compile_s, "most": max_candidates}
+        limits |= {"no_trials": no_trials, "as_json": as_json}
+        raise typer.Exit(ahead.tune(cache, for_target, wanted, out, held, **limits))
     if suite or listed:
         if target is None or specs_file is not None or args or settings or grad:
             raise EjkernelError(
                 "--suite goes with the name of an operation, without --specs, --args, --set and --grad."
             )
-        plan = _Plan(cache, suites.find(target, only or ()), out, again)
+        plan = _Plan(cache, suites.find(target, only or ()), held, again)
         if listed:
             plan.show(as_json)
             return
@@ -121,7 +123,7 @@ def tune(
     else:
         plan = None
         found, missing = calls.find(target, specs_file, args, settings or [], grad)
-    limits: Row = {"budget_s": budget, "max_candidates": max_candidates, "compile_s": compile_s}
+    limits = {"budget_s": budget, "max_candidates": max_candidates, "compile_s": compile_s}
     if cases:
         limits["cases"] = tuple(name.strip() for name in cases.split(","))
     tuner = {**limits, "isolation": str(isolation)}
@@ -134,8 +136,8 @@ def tune(
         print_json({"tuned": tuned, "failed": failed} | ({} if plan is None else {"decided": plan.decided_rows()}))
     else:
         _show(rows)
-    others = [] if plan is None else plan.kept()
-    problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out, no_trials, others)]
+    decided = [] if plan is None else plan.decided
+    problems = [*(f"not tuned: {line}" for line in failed), *_keep(cache, tuned, out, no_trials, decided)]
     if stop.is_set():
         problems.append(_stopped(len(found), rows))
     for line in problems:
@@ -161,25 +163,24 @@ def labels(
     raise typer.Exit(0 if found else 1)
 
 
-def _check(limits: dict[str, float | None], out: Path | None) -> None:
+def _check(limits: dict[str, float | None]) -> None:
     """Checks early what would otherwise fail after everything was measured."""
     for option, seconds in limits.items():
         if seconds is not None and not seconds >= 0:  # NaN is not less than 0 either.
             raise EjkernelError(f"{option}: {seconds} is not a number of seconds from 0 on.")
-    if out is not None:
-        check_file("--out", out)
 
 
 class _Plan:
     """What of a suite is decided, and what is open."""
 
-    def __init__(self, cache: PersistentCache, named: list[suites.NamedCall], out: Path | None, again: bool) -> None:
-        pack = packs.read(out).entries if out is not None and out.exists() else []
-        self._in_pack = {entry.place: entry for entry in pack}
+    def __init__(
+        self, cache: PersistentCache, named: list[suites.NamedCall], held: list[StoredEntry], again: bool
+    ) -> None:
+        in_pack = {entry.place: entry for entry in held}
         self._decided: list[tuple[suites.NamedCall, StoredEntry]] = []
         self._open: list[suites.NamedCall] = []
         for call in named:
-            known = [cache.own(*call.inv.key), self._in_pack.get(places.place_of(call.inv.key))]
+            known = [cache.own(*call.inv.key), in_pack.get(places.place_of(call.inv.key))]
             entry = next((e for e in known if e is not None and call.is_decided_by(e)), None)
             if entry is None or again:
                 self._open.append(call)
@@ -205,10 +206,10 @@ class _Plan:
                 tell(f"{number} of {total}: {row['op_id']}, {name}: {row['error'] or 'measured'}", error=True)
                 yield {**row, "workload": name}
 
-    def kept(self) -> list[StoredEntry]:
-        """What a pack holds beside what was measured now: decided calls, and what it held of other calls."""
-        decided = {entry.place: entry for _, entry in self._decided}
-        return list((self._in_pack | decided).values())
+    @property
+    def decided(self) -> list[StoredEntry]:
+        """What is known of the calls that need no tuning, which a pack is to hold, too."""
+        return [entry for _, entry in self._decided]
 
     def decided_rows(self) -> list[dict[str, str]]:
         """The calls that need no tuning."""
@@ -252,18 +253,26 @@ def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list
 def _keep(
     cache: PersistentCache, tuned: list[Row], out: Path | None, no_trials: bool, others: list[StoredEntry]
 ) -> Iterator[str]:
-    """Writes the pack, if one is wanted, with what was measured and `others`; gives what was lost."""
+    """Writes the pack, if one is wanted, with what was measured, `others` and what it holds; gives what was lost.
+
+    What was cut short takes the place of nothing that was not.
+    """
     stored = [cache.own(row["device"], row["op_id"], row["call_key"]) for row in tuned]
     entries = [entry for entry in stored if entry is not None]
     if cache.in_memory or len(entries) < len(tuned):
         yield f"not kept: results could not be stored in {cache.path}."
-    measured = {entry.place for entry in entries}
     entries = [packs.without_trials(entry) for entry in entries] if no_trials else entries
-    entries += [entry for entry in others if entry.place not in measured]
-    if out is not None and not entries:
+    if out is None:
+        return
+    if not entries and not others:
         yield f"not written: {out}: there is no result to write."
-    elif out is not None:
-        packs.write(out, entries)
+        return
+    # Read again: another process may have written to it meanwhile.
+    known = {entry.place: entry for entry in [*held_by("--out", out), *others]}
+    for entry in entries:
+        if entry.complete or entry.place not in known or not known[entry.place].complete:
+            known[entry.place] = entry
+    packs.write(out, known.values())
 
 
 def _tune_here(

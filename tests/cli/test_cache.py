@@ -200,6 +200,24 @@ def test_export_leaves_out_what_packs_hold(run, filled, tmp_path, monkeypatch):
     assert run_json(run, "export", tmp_path / "p.json")["entries"] == 2
 
 
+def test_a_pack_is_not_written_over_one_with_other_entries(run, filled, tmp_path):
+    pack = tmp_path / "p.json"
+    run("export", pack)
+    text = pack.read_text()
+    (op, *_) = {entry["op_id"] for entry in json.loads(text)["entries"]}
+    run("export", tmp_path / "part.json", "--op", op)
+    for command in (("export", pack, "--op", op), ("merge", pack, tmp_path / "part.json")):
+        code, out, err = run(*command)
+        assert (code, out) == (2, "")
+        assert f"TARGET: {pack} is a pack with 1 entry of other calls, which would be lost" in err
+        assert pack.read_text() == text
+    assert run("merge", pack, pack, tmp_path / "part.json")[0] == 0
+    assert run("export", pack)[0] == 0
+    (page := tmp_path / "notes.txt").write_text("mine")
+    assert run("export", page)[0] == 2
+    assert page.read_text() == "mine"
+
+
 def test_export_of_an_empty_store_leaves_a_good_pack_alone(run, filled, tmp_path):
     run("export", tmp_path / "p.json")
     good = (tmp_path / "p.json").read_text()

@@ -14,6 +14,8 @@ from ejkernel.cli import main, tune
 from ejkernel.cli.arguments import ArgumentTextError, parse_arrays, parse_settings
 from ejkernel.ops import Autotuner, Invocation, PersistentCache
 from ejkernel.ops.offline import fleet, specs
+from ejkernel.ops.store import entry as entries
+from ejkernel.ops.store import packs
 from ejkernel.ops.tuning.bench import Bench
 from tests import offline_program
 
@@ -168,11 +170,63 @@ MIX = ["tests.offline_program:Mixer", "--args", "f32[2,4,8]", "--isolation", "th
 )
 def test_pack_is_left_alone_if_nothing_was_tuned(capsys, tmp_path, call):
     pack = tmp_path / "pack.json"
-    pack.write_text("good")
+    pack.write_text(text := '{"ejkernel_pack": 1, "name": "p", "entries": []}')
     code, _, err = ejkernel(capsys, "tune", *call, "--store", tmp_path / "s", "--out", pack)
     assert code == 1
     assert err.splitlines()[-1] == f"not written: {pack}: there is no result to write."
-    assert pack.read_text() == "good"
+    assert pack.read_text() == text
+
+
+def held(path, *ops):
+    """A pack with an entry of each of these ops."""
+    found = [entries.make(("cpu-x", op, "0" * 16), offline_program.Rows(1)) for op in ops]
+    packs.write(path, found)
+    return {entry.place for entry in packs.read(path).entries}
+
+
+def test_a_pack_that_is_there_keeps_its_entries_of_other_calls(capsys, tmp_path):
+    before = held(pack := tmp_path / "pack.json", "one", "two")
+    assert ejkernel(capsys, "tune", *MIX, "--store", tmp_path / "s", "--out", pack)[0] == 0
+    after = {entry.place for entry in packs.read(pack).entries}
+    assert before < after
+    assert len(after) == 3
+
+
+def test_a_call_that_was_cut_short_replaces_no_complete_entry_of_a_pack(capsys, tmp_path):
+    pack = tmp_path / "pack.json"
+    command = ["tune", *MIX, "--store", tmp_path / "s", "--out", pack]
+    assert ejkernel(capsys, *command)[0] == 0
+    (entry,) = packs.read(pack).entries
+    assert entry.complete
+    assert ejkernel(capsys, *command[:-3], tmp_path / "other", "--max-candidates", "1", *command[-2:])[0] == 0
+    (kept,) = packs.read(pack).entries
+    assert entries.to_data(kept) == entries.to_data(entry)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1", "JSON text: "),
+        ('{"other": 1}', "is not a pack"),
+        ('{"ejkernel_pack": 1, "entries": [{"schema": 1}]}', "1 entry that cannot be read and would be lost"),
+    ],
+)
+def test_no_file_is_replaced_that_is_no_pack_or_cannot_be_read(capsys, tmp_path, text, said):
+    (file := tmp_path / "mine.py").write_text(text)
+    code, out, err = ejkernel(capsys, "tune", *MIX, "--store", tmp_path / "s", "--out", file)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: --out: {file}")
+    assert said in err
+    assert file.read_text() == text
+    assert not (tmp_path / "s").exists(), "it was measured first"
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out, err = ejkernel(capsys, "tune", *MIX, "--store", tmp_path / "s", "--out", tmp_path / "file" / "p.json")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: --out: {tmp_path / 'file' / 'p.json'} cannot be written: {tmp_path / 'file'}")
+    assert not (tmp_path / "s").exists()
 
 
 def test_results_that_cannot_be_stored_are_exit_code_1(capsys, monkeypatch, tmp_path):
