@@ -40,11 +40,16 @@ def _dtype(name: str) -> Any:
         kind = {"f": "float", "s": "int", "i": "int", "u": "uint"}[short[1]]
         name = f"{kind}{short[2]}"
     try:
-        return jnp.dtype(_SHORT.get(name, name))
+        dtype = jnp.dtype(_SHORT.get(name, name))
     except TypeError as error:
         raise ArgumentTextError(
             f"--args: {name!r} is not a dtype. Write f32, bf16, s32, pred or a NumPy name."
         ) from error
+    if (given := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+        raise ArgumentTextError(
+            f"--args: {dtype} would be {given}: set JAX_ENABLE_X64=1 for 64 bits, or write {given}."
+        )
+    return dtype
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:

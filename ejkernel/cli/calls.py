@@ -31,7 +31,9 @@ def find(
     if target is not None and is_named:
         return named(target, args, settings, grad), []
     if args or settings or grad:
-        raise EjkernelError("--args, --set and --grad go with module:Kernel or the name of an operation.")
+        module, _, name = str(target).rpartition(".")
+        hint = f" Did you mean {module}:{name}?" if name.isidentifier() and not path.exists() else ""
+        raise EjkernelError(f"--args, --set and --grad go with module:Kernel or the name of an operation.{hint}")
     return _recorded(path) if path.suffix == ".json" else _labelled(path, specs_file)
 
 

@@ -21,6 +21,7 @@ from ejkernel.kernels.grouped_matmul.groups import covered, local_groups
 from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, TritonConfig
 from ejkernel.kernels.grouped_matmul.workloads import DISTRIBUTIONS, Distribution, draw_group_sizes
 from ejkernel.kernels.grouped_matmul.xla import XlaConfig
+from ejkernel.modules import static
 from ejkernel.ops.core.backend import Backend, Platform
 from ejkernel.ops.core.explicit import Split
 from ejkernel.ops.core.kernel import Invocation
@@ -135,7 +136,8 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks the arguments; afterwards `out_dtype` says what the result is."""
         lhs, rhs, sizes = (jnp.asarray(x) if isinstance(x, (list, tuple)) else x for x in (lhs, rhs, group_sizes))
-        _check_operands(lhs, rhs, transposed=bool(transpose_rhs))
+        transpose_rhs = static.flag("transpose_rhs", transpose_rhs, GroupedMatmulArgumentError)
+        _check_operands(lhs, rhs, transposed=transpose_rhs)
         _check_groups(self.op_id, sizes, group_offset, rhs.shape[0])
         if out_dtype is None:
             out_dtype = _result_dtype(lhs, rhs, preferred_element_type)
@@ -147,7 +149,7 @@ class GroupedMatmul(_Grouped[GroupedMatmulConfig], op_id="grouped_matmul"):
             if existing_out.shape != shape or existing_out.dtype != jnp.dtype(out_dtype):
                 got = f"{existing_out.dtype}{list(existing_out.shape)}"
                 raise GroupedMatmulArgumentError(f"{wanted}, got {got}.")
-        kwargs = {"transpose_rhs": bool(transpose_rhs), "out_dtype": jnp.dtype(out_dtype).name}
+        kwargs = {"transpose_rhs": transpose_rhs, "out_dtype": jnp.dtype(out_dtype).name}
         return (lhs, rhs, sizes, group_offset, existing_out), _with(kwargs, precision)
 
     def run_on(self, backend: Backend, /, *args: Any, cfg: Any, **kwargs: Any) -> Array:
@@ -355,7 +357,8 @@ def grouped_matmul(
             raise GroupedMatmulArgumentError(f"{name} must be an array, got {type(x).__name__}.")
     _check_values(args[2], args[3], args[0])
     # Only arguments that differ from their default: the lookup of an eager call is faster with few arguments.
-    kwargs: dict[str, Any] = {"transpose_rhs": True} if transpose_rhs else {}
+    flag = transpose_rhs is not False and static.flag("transpose_rhs", transpose_rhs, GroupedMatmulArgumentError)
+    kwargs: dict[str, Any] = {"transpose_rhs": True} if flag else {}
     if precision is not None:
         kwargs["precision"] = _precision(precision)
     if preferred_element_type is not None:
@@ -388,11 +391,17 @@ def _dtype_name(dtype: Any) -> str:
     try:
         return jax.dtypes.canonicalize_dtype(dtype).name
     except TypeError:
-        raise GroupedMatmulArgumentError(f"preferred_element_type must be a dtype, got {dtype!r}.") from None
+        got = static.described(dtype)
+        raise GroupedMatmulArgumentError(
+            f"preferred_element_type must be a dtype, known while tracing, got {got}."
+        ) from None
 
 
 def _precision(precision: Any) -> Any:
     """As its name, which is the same in every process."""
+    if isinstance(precision, jax.core.Tracer):
+        got = static.described(precision)
+        raise GroupedMatmulArgumentError(f"precision must be known while tracing, got {got}.")
     if isinstance(precision, (tuple, list)):
         return tuple(map(_precision, precision))
     try:

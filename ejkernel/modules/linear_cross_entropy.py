@@ -162,7 +162,10 @@ class LinearCrossEntropy(_Loss[LinearCrossEntropyConfig], op_id="linear_cross_en
         """Checks the arguments."""
         _check_shapes(x, weights, labels, bias)
         if reduction not in get_args(Reduction):
-            raise LossArgumentError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}.")
+            raise LossArgumentError(
+                f"reduction must be one of {', '.join(get_args(Reduction))}, known while tracing, got "
+                f"{static.described(reduction)}."
+            )
         kwargs = {
             **_checked_kind(ignore_index, label_smoothing, z_loss, logits_soft_cap),
             "reduction": reduction,
@@ -257,6 +260,11 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
             f"weights must be [columns of x, vocabulary], got {weights.shape} for x of shape {x.shape}. "
             "Transpose weights that are [vocabulary, columns]."
         )
+    if not all(isinstance(size, int) for size in (*x.shape, *weights.shape)):
+        raise LossArgumentError(
+            f"the sizes of x and weights must be known, got {x.shape} and {weights.shape}: symbolic ones (jax.export) are "
+            "not supported."
+        )
     if 0 in weights.shape:
         raise LossArgumentError(f"weights must not be empty, got shape {weights.shape}.")
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -330,6 +338,7 @@ def linear_cross_entropy(
     kwargs: dict[str, Any] = {"ignore_index": _index(ignore_index)}
     kwargs |= {name: x for name, x in numbers.items() if x or name == "logits_soft_cap"}
     kwargs |= {name: x for name, x in names.items() if x is not None}
+    return_stats = return_stats is not False and static.flag("return_stats", return_stats, LossArgumentError)
     kwargs |= {"reduction": reduction} | ({"stats": True} if return_stats else {})
     shared = {"cfg": cfg, "platform": platform, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     out = _kernel.call((x, weights, labels, bias), kwargs, **shared)

@@ -1,4 +1,4 @@
-"""Numbers that are part of the compiled program: their values must be known while it is traced."""
+"""Numbers and flags that are part of the compiled program: their values must be known while it is traced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def number(name: str, x: Any, error: Callable[[str], EjkernelError]) -> float:
     is_array = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
     if isinstance(x, (int, float)) or (is_array and x.ndim == 0):
         return float(x)
-    raise error(f"{name} must be a number, known while tracing, got {_described(x)}.")
+    raise error(f"{name} must be a number, known while tracing, got {described(x)}.")
 
 
 def integer(name: str, x: Any, error: Callable[[str], EjkernelError]) -> int:
@@ -26,8 +26,16 @@ def integer(name: str, x: Any, error: Callable[[str], EjkernelError]) -> int:
     try:
         return operator.index(x)
     except TypeError:
-        raise error(f"{name} must be an integer, known while tracing, got {_described(x)}.") from None
+        raise error(f"{name} must be an integer, known while tracing, got {described(x)}.") from None
 
 
-def _described(x: Any) -> str:
+def flag(name: str, x: Any, error: Callable[[str], EjkernelError]) -> bool:
+    """As `number`, for True and False: text and numbers are neither."""
+    if isinstance(x, (bool, np.bool_)):
+        return bool(x)
+    raise error(f"{name} must be True or False, known while tracing, got {described(x)}.")
+
+
+def described(x: Any) -> str:
+    """A value in an error."""
     return f"a traced {x.dtype}{list(x.shape)}" if isinstance(x, Tracer) else repr(x)

@@ -345,13 +345,15 @@ def test_labels_of_a_program_without_any_is_exit_code_1(capsys, tmp_path):
 
 
 def test_arrays_are_read_in_either_spelling():
-    found = parse_arrays("f32[2,3], bf16[], int8[4] ,pred[1],s64[2],float16[1,1]")
+    found = parse_arrays("f32[2,3], bf16[], int8[4] ,pred[1],u16[2],float16[1,1]")
     assert [(x.shape, x.dtype.name) for x in found] == [
-        ((2, 3), "float32"), ((), "bfloat16"), ((4,), "int8"), ((1,), "bool"), ((2,), "int64"), ((1, 1), "float16"),
+        ((2, 3), "float32"), ((), "bfloat16"), ((4,), "int8"), ((1,), "bool"), ((2,), "uint16"), ((1, 1), "float16"),
     ]  # fmt: skip
     assert parse_arrays("") == ()
     with pytest.raises(ArgumentTextError, match="'q8' is not a dtype"):
         parse_arrays("q8[1]")
+    with pytest.raises(ArgumentTextError, match="float64 would be float32: set JAX_ENABLE_X64=1"):
+        parse_arrays("f64[1]")
 
 
 def test_settings_are_json_or_text():

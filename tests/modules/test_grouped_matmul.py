@@ -413,6 +413,7 @@ def test_float8_is_summed_in_float32():
         ({"existing_out": 0.0}, r"existing_out must be float32\[40, 16\], as the result, got float"),
         ({"precision": "best"}, "precision must be"),
         ({"preferred_element_type": "float31"}, "preferred_element_type must be a dtype"),
+        ({"transpose_rhs": "no"}, "transpose_rhs must be True or False, known while tracing, got 'no'"),
         ({"group_offset": "1"}, "group_offset must be one integer, got str"),
         ({"cfg": 3}, "cfg must be a GroupedMatmulConfig"),
         ({"platform": "cuda"}, "has no platform 'cuda'"),
@@ -421,6 +422,12 @@ def test_float8_is_summed_in_float32():
 def test_wrong_arguments_are_named(changed, words):
     with pytest.raises(ValueError, match=words):
         grouped_matmul(**({"lhs": LHS, "rhs": RHS, "group_sizes": SIZES} | changed))
+
+
+@pytest.mark.parametrize("name", ["transpose_rhs", "precision", "preferred_element_type"])
+def test_a_traced_option_is_named(name):
+    with pytest.raises(GroupedMatmulArgumentError, match=rf"{name} must .*known while tracing, got a traced bool\[\]"):
+        jax.jit(lambda x: grouped_matmul(LHS, RHS, SIZES, **{name: x}))(True)
 
 
 def test_drhs_is_an_operation_of_its_own():

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -319,6 +320,7 @@ def oracle_of_four(x, weights, labels):
         ({"x": jnp.zeros((24, 8), int)}, {}, "x must be of a floating dtype"),
         ({}, {"bias": jnp.zeros(8)}, r"bias must have shape \(32,\), got \(8,\)"),
         ({}, {"reduction": "avg"}, "reduction must be one of mean, sum, none"),
+        ({}, {"return_stats": "no"}, "return_stats must be True or False, known while tracing, got 'no'"),
         ({}, {"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1"),
         ({}, {"logits_soft_cap": -1.0}, "linear_cross_entropy: logits_soft_cap must be above 0"),
         ({}, {"logits_soft_cap": 0.0}, "logits_soft_cap must be above 0"),
@@ -340,6 +342,15 @@ def test_wrong_arguments_are_named(change, kwargs, words):
     given = {"x": x, "weights": weights, "labels": labels} | change
     with pytest.raises(LossArgumentError, match=words):
         linear_cross_entropy(**given, **kwargs)
+
+
+def test_symbolic_rows_are_refused_by_name():
+    x, weights, labels, _ = inputs()
+    (rows,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype), jax.ShapeDtypeStruct((rows,), labels.dtype)]
+    call = jax.jit(lambda x, labels: linear_cross_entropy(x, weights, labels))
+    with pytest.raises(LossArgumentError, match=r"the sizes of x and weights must be known, got \(b, 8\)"):
+        jax.export.export(call)(*shapes)
 
 
 @pytest.mark.parametrize("argument", ["axis_name", "batch_axis_name"])
