@@ -52,9 +52,9 @@ def check_nothing_lost(option: str, target: str, written: Iterable[StoredEntry])
     lost = sum(entry.place not in places for entry in held_by(option, target))
     if lost:
         raise EjkernelError(
-            f"{option}: {target} is a pack with {counted(lost, 'entry', 'entries')} of other calls, which would be lost. "
-            "`ejkernel cache merge` adds to a pack that is named among its sources, too; else name another file, or remove "
-            "this one."
+            f"{option}: {target} is a pack with {counted(lost, 'entry', 'entries')} of other calls, which would be "
+            "lost. `ejkernel cache merge` adds to a pack that is named among its sources, too; else name another file, "
+            "or remove this one."
         )
 
 

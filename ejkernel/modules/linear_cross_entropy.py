@@ -262,8 +262,8 @@ def _check_shapes(x: Any, weights: Any, labels: Any, bias: Any) -> None:
         )
     if not all(isinstance(size, int) for size in (*x.shape, *weights.shape)):
         raise LossArgumentError(
-            f"the sizes of x and weights must be known, got {x.shape} and {weights.shape}: symbolic ones (jax.export) are "
-            "not supported."
+            f"the sizes of x and weights must be known, got {x.shape} and {weights.shape}: symbolic ones (jax.export) "
+            "are not supported."
         )
     if 0 in weights.shape:
         raise LossArgumentError(f"weights must not be empty, got shape {weights.shape}.")
