@@ -209,6 +209,9 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{part}: {job.name}" for part in PARTS for job in queue(part, options, "")))
         return
+    # Without starting JAX: this process must not hold the device.
+    if not (options.dry or options.compile_only or pathlib.Path("/dev/nvidiactl").exists()):
+        parser.error("there is no GPU here; --dry tries it with small calls, --compile-only compiles for an H200")
     sys.exit(lead(options))
 
 

@@ -73,6 +73,8 @@ def ls(
         for entry in found:
             rows[entry.origin != "pack"].append(_row(entry))
     own, shipped = rows[True], rows[False]
+    if not own and not shipped and (device is not None or op is not None):
+        tell(why_nothing(list(open_store(store).entries()), "the store", device, op), error=True)
     header = ["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"]
     print_table(header, own)
     if not shipped:
@@ -100,6 +102,8 @@ def show(
         tell(f"{len(found)} entries have a call key that begins with {call_key!r}.", error=True)
         for entry in found:
             tell("  " + " ".join(entry.place), error=True)
+        if as_json:
+            print_json([entry.place._asdict() for entry in found])
         raise typer.Exit(2 if found else 1)
     [entry] = found
     if as_json:
@@ -200,6 +204,8 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check every entry; exit code 1 if one is wrong."""
+    for name in operations.own():
+        operations.make(name)  # So that the classes of its configs are known, and entries are compared with them.
     root = open_store(store).path
     nothing_yet = source is None and not root.exists()
     with working("reading"):
@@ -272,6 +278,8 @@ def adopt(
         raise EjkernelError(
             "--out: a pack is only read, so name the pack to write; the store needs none, nor a dry run."
         )
+    for name in kernel or []:
+        operations.make(name)
     cache = open_store(store)
     held = list(cache.entries(device, op, packs=False) if source is None else layers.entries_of(source))
     if out is not None:
@@ -279,7 +287,11 @@ def adopt(
     chosen = [e for e in held if device in (None, e.place.device) and op in (None, e.place.op_id)]
     names = [f"ejkernel.modules:{path.partition(':')[2]}" for path in operations.own().values()]
     names += [*operations.announced().values(), *(kernel or [])]
-    with adoption.old_code(old, [*names, *(old_kernel or [])]) as code, working("comparing programs"):
+    elsewhere = bool(kernel or old_kernel)
+    with (
+        adoption.old_code(old, [*names, *(old_kernel or [])], elsewhere=elsewhere) as code,
+        working("comparing programs"),
+    ):
         verdicts = adoption.compare(chosen, code, names)
     if source is None and not dry_run:
         verdicts = adoption.take_over(cache, verdicts)

@@ -232,8 +232,8 @@ def _stopped(calls: int, rows: list[Row]) -> str:
     """The calls that were not tuned because of Ctrl-C."""
     if len(rows) < calls:
         return f"stopped: {calls - len(rows)} of {counted(calls, 'call')} not reached."
-    is_open = any(not row["complete"] and not row["error"] for row in rows)
-    return "stopped in the last call; the same command resumes it." if is_open else "stopped after the last call."
+    done = all(row["complete"] for row in rows)
+    return "stopped after the last call." if done else "stopped in the last call; the same command resumes it."
 
 
 def _gather(outcomes: Generator[Row, None, None], stop: threading.Event) -> list[Row]:

@@ -248,6 +248,35 @@ def test_merge(run, filled, tmp_path):
     assert (tmp_path / "c.json").read_text() == (tmp_path / "b.json").read_text().replace('"name": "b"', '"name": "c"')
 
 
+def test_verify_reads_the_configs_of_our_own_operations(run, tmp_path):
+    cfg = {"fwd_params": {"$type": "ejkernel.ops:FwdParams", "fields": {"q_blocksize": "many"}}}
+    entry = {"schema": 1, "device": "cpu-x", "op_id": "flash_attention", "call_key": "0" * 16, "signature": None,
+             "cfg": {"type": "ejkernel.modules.flash_attention:FlashAttentionConfig", "value": {"platfrom": "xla"}},
+             "complete": True, "statistics": {}, "provenance": {}}  # fmt: skip
+    pack = tmp_path / "p.json"
+    for value, words in ((cfg, "many"), ({"platfrom": "xla"}, "platfrom")):
+        entry["cfg"]["value"] = value
+        pack.write_text(json.dumps({"ejkernel_pack": 1, "name": "p", "entries": [entry]}))
+        (found,) = run_json(run, "verify", pack, code=1)
+        assert found["level"] == "error"
+        assert words in found["text"]
+
+
+def test_filters_that_match_nothing_say_so(run, filled):
+    code, _, err = run("ls", "--op", "pkg.Opp")
+    assert (code, err) == (0, "--op: the store has no entries of 'pkg.Opp'. Did you mean 'pkg.Op'?\n")
+    assert json.loads(run("show", "zz", "--json")[1]) == []
+
+
+def test_adopt_names_a_kernel_that_is_not_there(run, filled, tmp_path):
+    code, _, err = run("adopt", "--old", tmp_path, "--kernel", "nosuch:Kernel")
+    assert code == 2
+    assert "nosuch" in err
+    code, _, err = run("adopt", "--old", tmp_path)
+    assert code == 2
+    assert f"--old: {tmp_path} has no folder ejkernel" in err
+
+
 def test_verify_and_prune(run, filled):
     assert run("verify")[0] == 0
     path = next(filled.path.rglob("aa22.json"))

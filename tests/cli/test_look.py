@@ -112,6 +112,15 @@ def test_info_names_variables_with_wrong_values(capsys, monkeypatch):
     assert json.loads(out)["problems"] == [err.strip()]
 
 
+def test_info_names_variables_that_do_not_exist(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_AUTOTUN", "on")
+    code, _, err = ejkernel(capsys, "info")
+    assert (code, err) == (
+        1,
+        "EJKERNEL_AUTOTUN: there is no such variable, so it has no effect. Did you mean EJKERNEL_AUTOTUNE?\n",
+    )
+
+
 def test_info_counts_the_entries_of_packs_apart(capsys, monkeypatch, tmp_path):
     PersistentCache(tmp_path / "configs").put("cpu", "mine", "k", Pieces())
     packs.write(tmp_path / "p.json", [entries.make(("cpu", f"op{i}", "k"), Pieces()) for i in range(2)])

@@ -65,8 +65,12 @@ class Verdict:
 
 
 @contextlib.contextmanager
-def old_code(old: str | os.PathLike[str], kernels: Sequence[str]) -> Iterator[OldCode]:
+def old_code(
+    old: str | os.PathLike[str], kernels: Sequence[str], *, elsewhere: bool | None = None
+) -> Iterator[OldCode]:
     """The code in a directory, in a wheel, or of the environment that a Python interpreter belongs to.
+
+    A directory has a folder `ejkernel`, unless the kernels may come from `elsewhere`: by default if some are named.
 
     Raises:
       OldCodeError: There is no such thing.
@@ -80,7 +84,7 @@ def old_code(old: str | os.PathLike[str], kernels: Sequence[str]) -> Iterator[Ol
                 raise OldCodeError(f"--old: {path} is not a wheel ({error}).") from error
             path = Path(folder)
         if path.is_dir():
-            if not (path / "ejkernel").is_dir() and not kernels:
+            if not (path / "ejkernel").is_dir() and not (bool(kernels) if elsewhere is None else elsewhere):
                 raise OldCodeError(f"--old: {path} has no folder ejkernel; name the folder that `import` looks into.")
             yield OldCode(sys.executable, os.pathsep.join([str(path), *sys.path]), kernels)
         elif path.is_file() and os.access(path, os.X_OK):

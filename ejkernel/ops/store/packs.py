@@ -72,7 +72,7 @@ def read(source: str | os.PathLike[str]) -> Pack:
     try:
         data = jsontext.parse(_fetch(text), max_bytes=MAX_BYTES)
     except (jsontext.JsonTextError, OSError) as e:
-        raise PackError(f"{text}: {e}") from e
+        raise PackError(f"{text}: {str(e).rstrip('.')}.") from e
     is_result = isinstance(data, dict) and data.get("kind") == RESULT
     if not isinstance(data, dict) or data.get("schema" if is_result else "ejkernel_pack") != FORMAT:
         raise PackError(f"{text}: is not a pack of format {FORMAT}. `ejkernel cache export` writes one.")

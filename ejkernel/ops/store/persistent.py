@@ -312,7 +312,7 @@ class PersistentCache:
             return
         self._told.add(("stale", entry.place.op_id))
         _log.warning(
-            '%s: using a config that was tuned before a change (%s). Set stale="retune" to measure again.',
+            '%s: using a config that was tuned before a change (%s). EJKERNEL_STALE=retune (stale="retune") measures again.',
             entry.place.op_id,
             reason,
         )

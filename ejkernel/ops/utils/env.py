@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 
 from ejkernel.errors import EjkernelError
@@ -12,6 +13,10 @@ ALLOWED = {
     "EJKERNEL_AUTOTUNE": ("off", "on", "record", "frozen"),
     "EJKERNEL_STALE": ("use", "retune", "ignore"),
 }
+
+
+FREE = ("EJKERNEL_CACHE_DIR", "EJKERNEL_CACHE_PACKS")
+"""Variables whose value may be anything."""
 
 
 class EnvironmentValueError(EjkernelError, ValueError):
@@ -35,6 +40,12 @@ def problems() -> list[str]:
             read(name, ALLOWED[name][0])
         except EnvironmentValueError as error:
             found.append(str(error))
+    known = [*ALLOWED, *FREE]
+    for name in sorted(os.environ):
+        if name.startswith("EJKERNEL_") and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}."
+            found.append(f"{name}: there is no such variable, so it has no effect. {hint}")
     return found
 
 

@@ -80,7 +80,8 @@ def find(name: str) -> Target:
     short = name.lower().removeprefix("tpu-")
     found = TARGETS.get(_OTHER_NAMES.get(short, short))
     if found is None:
-        raise TargetError(f"there is no target {name!r}; known are {', '.join(TARGETS)}.")
+        known = ", ".join(f"{target.name} ({target.kind})" for target in TARGETS.values())
+        raise TargetError(f"there is no target {name!r}; known are {known}.")
     return found
 
 
