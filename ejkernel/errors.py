@@ -20,7 +20,7 @@ _HOMES = {
     "kernels.grouped_matmul.dimensions": ("TileSizeError",),
     "kernels.linear_cross_entropy.params": ("ChunkSizeError",),
     "kernels.linear_cross_entropy.rule": ("AxisNameError",),
-    "kernels.rows": ("RingSizeError",),
+    "kernels.rows": ("RowSizeError",),
     "modules.grouped_matmul": ("GroupedMatmulArgumentError",),
     "modules.linear_cross_entropy": ("LossArgumentError",),
     "modules.norms": ("NormArgumentError",),

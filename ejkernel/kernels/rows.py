@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from ejkernel.errors import EjkernelError
+
+
+class RowSizeError(EjkernelError, ValueError):
+    """A block, or a ring of rows, cannot have so few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +28,8 @@ class RowParams:
     num_warps: int = 4
     programs: int = 0
 
-
-class RingSizeError(EjkernelError, ValueError):
-    """A ring of rows cannot have so few."""
+    def __post_init__(self) -> None:
+        _check(self, rows=1, num_warps=1, programs=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +45,11 @@ class MosaicRows:
     blocks: int = 4
 
     def __post_init__(self) -> None:
-        if self.stages < 2 or self.blocks < 1:
-            raise RingSizeError(f"MosaicRows: stages must be at least 2 and blocks at least 1, got {self}.")
+        _check(self, stages=2, blocks=1)
+
+
+def _check(params: Any, **least: int) -> None:
+    """Refuses sizes that are no integers, or below the least."""
+    for name, number in least.items():
+        if not isinstance(x := getattr(params, name), Integral) or x < number:
+            raise RowSizeError(f"{type(params).__name__}: {name} must be an integer of at least {number}, got {x!r}.")

@@ -61,7 +61,8 @@ def staying_space(columns: int, more: int = 0) -> list[RowParams]:
     plain, half, alone = (rows, warps, programs), (rows, max(warps // 2, 1), programs), (max(4096 // width, 1), 16, 1)
     fits = lambda r, w, p: 1 <= w <= 32 and 16 <= w * p <= 64 and _loads_ahead(r * width, w)
     first = (plain, half, alone)[more]
-    near = [first if fits(*first) else plain, plain, half]
+    # Where registers do not allow to load ahead: half the warps spill least, of more than 16384 columns all of them.
+    near = [first if fits(*first) else half if width <= 16384 else plain, plain, half]
     others = [(r, w, p) for r in (rows, 2 * rows) for w in (warps // 2, warps, 2 * warps) for p in (1, 2, 4)]
     sizes = dict.fromkeys([*near, *(s for s in [*others, alone] if fits(*s))])
     return [RowParams(rows=r, num_warps=w, programs=p) for r, w, p in sizes]

@@ -41,12 +41,14 @@ class Sums(NamedTuple):
       top: The largest logit.
       exponentials: The sum of `exp(logit - top)`.
       label: The label's logit; 0 if another device has it.
+      match: The same, as it was among those of which the top is the largest; minus infinity if another device has it.
       logits: The sum of all, where smoothing needs it.
     """
 
     top: Array
     exponentials: Array
     label: Array
+    match: Array
     logits: Array | None
 
 
@@ -92,8 +94,7 @@ class Rule:
     def rows_and_derivative(self, raw: Array, bias: Array | None, labels: Array, factor: Array) -> tuple[Rows, Array]:
         """The rows, and the derivative of `sum(factor · loss)` with respect to `raw`, in its dtype."""
         rows = self.rows(raw, bias, labels)
-        inside, local = self._local(labels, raw.shape[1])
-        hot = (lax.broadcasted_iota(jnp.int32, raw.shape, 1) == local[:, None]) & inside[:, None]
+        hot = self._hot(raw, labels)
         lse, factor = rows.log_sum_exp[:, None], self.counted(factor, labels, raw)[:, None]
         return rows, self.slope(self.logits(raw, bias), hot, lse, factor, self.vocabulary(raw)).astype(raw.dtype)
 
@@ -125,13 +126,17 @@ class Rule:
         # Of what is in memory: taken from the float32 logits, it would have all of them written there.
         picked = jnp.take_along_axis(raw, local[:, None], axis=1, mode="clip")[:, 0]
         picked = self.logits(picked, None if bias is None else jnp.take(bias, local, mode="clip"))
-        return Sums(top, exponentials, jnp.where(inside, picked, 0.0), self._if_smooth(logits))
+        # Not of what is in memory: XLA may not have rounded yet what it took the largest of.
+        match = jnp.max(jnp.where(self._hot(raw, labels), logits, -jnp.inf), axis=1)
+        return Sums(top, exponentials, jnp.where(inside, picked, 0.0), match, self._if_smooth(logits))
 
     def _if_smooth(self, logits: Array) -> Array | None:
         return jnp.sum(logits, axis=1) if self.label_smoothing else None
 
     def _finished(self, sums: Sums, labels: Array, vocabulary: int) -> Rows:
-        top = sums.top if self.axis_name is None else lax.pmax(sums.top, self.axis_name)
+        top, match = sums.top, sums.match
+        if self.axis_name is not None:
+            top, match = lax.pmax(jnp.stack([top, match]), self.axis_name)
         parts = [sums.exponentials, sums.label, *([] if sums.logits is None else [sums.logits])]
         if self.axis_name is not None:
             parts[0] *= jnp.exp(sums.top - _finite(top))
@@ -145,7 +150,7 @@ class Rule:
             loss += self.z_loss * lse * lse
         known = _known(labels, vocabulary)
         loss = jnp.where(self.counts(labels), jnp.where(known, loss, jnp.nan), 0.0)
-        return Rows(loss, lse, known & (parts[1] >= top))
+        return Rows(loss, lse, known & (match >= top))
 
     # --- Labels ---
 
@@ -170,6 +175,11 @@ class Rule:
         first = 0 if self.axis_name is None else lax.axis_index(self.axis_name) * width
         local = labels.astype(jnp.int32) - first
         return (local >= 0) & (local < width), local
+
+    def _hot(self, raw: Array, labels: Array) -> Array:
+        """Which column of this device is the label's."""
+        inside, local = self._local(labels, raw.shape[1])
+        return (lax.broadcasted_iota(jnp.int32, raw.shape, 1) == local[:, None]) & inside[:, None]
 
     # --- Devices ---
 

@@ -60,7 +60,7 @@ class TritonRule(Rule):
             input_output_aliases={} if factor is None else {0: len(types) - 1},
         )
         outs = dict(zip(types, run(*given.values()), strict=True))
-        sums = Sums(outs["top"], outs["exponentials"], outs["label"], outs.get("logits"))
+        sums = Sums(outs["top"], outs["exponentials"], outs["label"], outs["label"], outs.get("logits"))
         return sums, outs.get("slope")
 
 

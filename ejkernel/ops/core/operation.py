@@ -311,10 +311,9 @@ class DifferentiableOperation(Operation[Cfg, Out]):
         self, backend: Backend, residuals: Any, out: Any, dout: Any, /, *args: Any, cfg: Cfg, **kwargs: Any
     ) -> tuple[Any, ...]:
         """The gradients, one per positional argument."""
-        backward = getattr(backend.functions, "backward", None)
+        params, backward = self._params(backend, cfg, backward=True), getattr(backend.functions, "backward", None)
         if backward is None:
             return self._differentiated(backend, dout, args, kwargs)
-        params = self._params(backend, cfg, backward=True)
         options = {**self._options(backend), **_without_platform(kwargs)}
         return backward(residuals, out, dout, *args, params=params, **options)
 

@@ -199,6 +199,18 @@ def test_statistics_of_rows():
     assert loss == linear_cross_entropy(x, weights, labels, bias=bias, ignore_index=-100)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("height", [1, 16])
+def test_a_label_with_the_largest_logit_is_correct_whatever_is_rounded(height, dtype):
+    """The largest of logits that XLA has not rounded yet is above the same logit from memory, where it is."""
+    x, weights, _, bias = (jnp.asarray(a, dtype) for a in inputs(64, height, 100))
+    wide = x.astype("float32") @ weights.astype("float32") + bias.astype("float32")
+    labels, (second, first) = jnp.argmax(wide, axis=1), jnp.sort(wide, axis=1)[:, -2:].T
+    run = lambda x: linear_cross_entropy(x, weights, labels, bias=bias, return_stats=True)
+    for _, stats in (jax.jit(run)(x), jax.value_and_grad(run, has_aux=True)(x)[0]):
+        assert stats.correct[first - second > 0.05].all()
+
+
 def test_no_row_that_counts_is_a_loss_of_zero():
     x, weights, labels, _ = inputs()
     run = lambda x, w: linear_cross_entropy(x, w, jnp.full_like(labels, -100), ignore_index=-100)

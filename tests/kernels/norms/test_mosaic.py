@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from ejkernel.kernels.norms import mosaic
-from ejkernel.kernels.rows import MosaicRows
+from ejkernel.kernels.rows import MosaicRows, RowParams, RowSizeError
 from ejkernel.modules import LayerNorm, RmsNorm
 from ejkernel.ops.utils.devices import HOPPER
 from ejkernel.ops.utils.fingerprint import compute_capability
@@ -69,9 +69,19 @@ def test_norms_and_gradients_agree_in_the_interpreter():
     assert not {name: error for name, error in errors.items() if not error < LIMITS[INTERPRETED[name][2]]}
 
 
-def test_a_ring_of_one_row_is_refused_because_it_would_wait_for_itself():
-    with pytest.raises(ValueError, match="stages must be at least 2"):
-        MosaicRows(stages=1)
+@pytest.mark.parametrize(
+    ("params", "sizes", "words"),
+    [
+        (MosaicRows, {"stages": 1}, "stages must be an integer of at least 2, got 1"),  # It would wait for itself.
+        (MosaicRows, {"blocks": 1.5}, "blocks must be an integer of at least 1, got 1.5"),
+        (RowParams, {"rows": 0}, "RowParams: rows must be an integer of at least 1, got 0"),
+        (RowParams, {"num_warps": 0}, "num_warps must be an integer of at least 1, got 0"),
+        (RowParams, {"programs": -1}, "programs must be an integer of at least 0, got -1"),
+    ],
+)
+def test_sizes_with_which_rows_would_be_left_out_are_refused(params, sizes, words):
+    with pytest.raises(RowSizeError, match=words):
+        params(**sizes)
 
 
 @pytest.mark.parametrize("columns", [128, 640, 2560, 4096, 5120, 8192, 12288, 16384])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.errors import ParamsTypeError
 from ejkernel.kernels.rows import RowParams
 from ejkernel.modules import RmsNorm, rms_norm
 from ejkernel.modules.norms import NormArgumentError
@@ -90,6 +91,12 @@ def test_gradients_agree_where_a_program_has_several_blocks():
     of = lambda cfg: jax.grad(lambda *args: (executor(kernel, *args, None, cfg=cfg) ** 2).sum(), (0, 1))(x, scale)
     for got, want in zip(of(small), of(RmsNormConfig(platform="xla")), strict=True):
         assert jnp.allclose(got, want, atol=1e-4)
+
+
+def test_params_of_a_backward_that_has_none_are_refused():
+    cfg = RmsNormConfig(bwd_params=RowParams(), platform="xla")
+    with pytest.raises(ParamsTypeError, match=r"rms_norm: cfg.bwd_params must be None for platform 'xla', got RowPar"):
+        jax.grad(lambda x: rms_norm(x, cfg=cfg).sum())(jnp.ones((2, 8)))
 
 
 @pytest.mark.parametrize("platform", ["xla", "triton"])
