@@ -312,7 +312,8 @@ class PersistentCache:
             return
         self._told.add(("stale", entry.place.op_id))
         _log.warning(
-            '%s: using a config that was tuned before a change (%s). EJKERNEL_STALE=retune (stale="retune") measures again.',
+            "%s: using a config that was tuned before a change (%s). "
+            'EJKERNEL_STALE=retune, or stale="retune", measures again.',
             entry.place.op_id,
             reason,
         )
