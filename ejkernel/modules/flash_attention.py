@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from ejkernel.kernels.flash_attention import masks, reference, rule, xla
 from ejkernel.kernels.flash_attention.arguments import Attention, Rules, canonical, keywords_of
 from ejkernel.kernels.flash_attention.bands import Causal
-from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, is_int
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend, Platform
@@ -406,7 +406,8 @@ _PYTHON = frozenset({bool, int, float, str, type(None)})
 
 
 def _hashable(x: Any) -> Any:
-    return tuple(map(_python, x)) if isinstance(x, (list, tuple)) else _python(x)
+    x = _python(x)
+    return tuple(map(_python, x)) if isinstance(x, (list, tuple)) else x
 
 
 def _python(x: Any) -> Any:
@@ -414,7 +415,7 @@ def _python(x: Any) -> Any:
     if type(x) in _PYTHON:
         return x
     known = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
-    return x.item() if known and x.ndim == 0 else x
+    return x.tolist() if known else x
 
 
 def _check_cumulative(name: str, x: Any, packed: Any) -> None:
@@ -435,10 +436,10 @@ def _check_cumulative(name: str, x: Any, packed: Any) -> None:
 
 def _dtype_name(dtype: Any) -> Any:
     try:
-        return jnp.dtype(dtype).name
+        return None if dtype is None else jnp.dtype(dtype).name  # NumPy takes None for float64.
     except TypeError:
         return dtype  # Refused later, with the argument's name.
 
 
 def _seed(seed: Any) -> Any:
-    return np.uint32(int(seed) & 0xFFFFFFFF) if isinstance(seed, (int, np.integer)) else seed
+    return np.uint32(int(seed) & 0xFFFFFFFF) if is_int(seed) else seed
