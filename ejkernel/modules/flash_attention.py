@@ -12,10 +12,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from ejkernel.kernels.flash_attention import masks, reference, rule, xla
+from ejkernel.kernels.flash_attention import masks, packing, reference, rule, xla
 from ejkernel.kernels.flash_attention.arguments import Attention, Rules, canonical, keywords_of
 from ejkernel.kernels.flash_attention.bands import Causal
-from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
+from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, is_int
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.ops.core import dispatch, explicit
 from ejkernel.ops.core.backend import Backend, Platform
@@ -108,7 +108,7 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
     def _forward(
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig
     ) -> tuple[Any, Saved]:
-        call, params = Attention.of(args, kwargs), self._params(backend, cfg)
+        call, params = _call_on(backend, args, kwargs), self._params(backend, cfg)
         out, sums = backend.functions.forward(call, params, **self._options(backend))
         return (out, sums.lse) if kwargs.get("log_sum") else out, Saved(sums)
 
@@ -124,7 +124,7 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
         """The gradients, one per positional argument; those through a log-sum-exp are left out."""
         if kwargs.get("log_sum"):
             out, dout = out[0], dout[0]
-        call, (lse, rest) = Attention.of(args, kwargs), saved.sums
+        call, (lse, rest) = _call_on(backend, args, kwargs), saved.sums
         params = self._params(backend, cfg, backward=True)
         delta = masks.row_products(out, dout, lse.dtype) if call.rules.normalize else jnp.zeros_like(lse)
         aux = call.extras.softmax_aux
@@ -190,6 +190,16 @@ class FlashAttention(DifferentiableOperation[FlashAttentionConfig, jax.Array]):
             None if x is None else jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, inv.args, strict=True)
         ]
         return tuple(args), {name: _example(name, x) for name, x in inv.kwargs.items()}
+
+
+def _call_on(backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
+    """The call as a backend takes it: only XLA's compares ids of 64 bits."""
+    call = Attention.of(args, kwargs)
+    extras = call.extras
+    if extras.q_segment_ids is None or backend.platform == "xla":
+        return call
+    q_ids, kv_ids = packing.in_32_bits(extras.q_segment_ids, extras.kv_segment_ids)
+    return call._replace(extras=extras._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids))
 
 
 _ARGUMENTS = inspect.signature(canonical)
@@ -406,7 +416,8 @@ _PYTHON = frozenset({bool, int, float, str, type(None)})
 
 
 def _hashable(x: Any) -> Any:
-    return tuple(map(_python, x)) if isinstance(x, (list, tuple)) else _python(x)
+    x = _python(x)
+    return tuple(map(_python, x)) if isinstance(x, (list, tuple)) else x
 
 
 def _python(x: Any) -> Any:
@@ -414,7 +425,7 @@ def _python(x: Any) -> Any:
     if type(x) in _PYTHON:
         return x
     known = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
-    return x.item() if known and x.ndim == 0 else x
+    return x.tolist() if known else x
 
 
 def _check_cumulative(name: str, x: Any, packed: Any) -> None:
@@ -435,10 +446,10 @@ def _check_cumulative(name: str, x: Any, packed: Any) -> None:
 
 def _dtype_name(dtype: Any) -> Any:
     try:
-        return jnp.dtype(dtype).name
+        return None if dtype is None else jnp.dtype(dtype).name  # NumPy takes None for float64.
     except TypeError:
         return dtype  # Refused later, with the argument's name.
 
 
 def _seed(seed: Any) -> Any:
-    return np.uint32(int(seed) & 0xFFFFFFFF) if isinstance(seed, (int, np.integer)) else seed
+    return np.uint32(int(seed) & 0xFFFFFFFF) if is_int(seed) else seed

@@ -256,9 +256,15 @@ BAD = {
     "dropout_prob must be in": lambda q, k, v: flash_attention(q, k, v, dropout_prob=1.5),
     "dropout_seed is needed": lambda q, k, v: flash_attention(q, k, v, dropout_prob=0.5),
     "dropout_seed must be one integer": lambda q, k, v: flash_attention(q, k, v, dropout_prob=0.5, dropout_seed=0.5),
+    "dropout_seed must be one integer.*got bool": lambda q, k, v: flash_attention(
+        q, k, v, dropout_prob=0.5, dropout_seed=True
+    ),
     "normalize_output must be": lambda q, k, v: flash_attention(q, k, v, normalize_output="yes"),
     "precision is 'best'": lambda q, k, v: flash_attention(q, k, v, precision="best"),
     "logits_dtype must be": lambda q, k, v: flash_attention(q, k, v, logits_dtype=jnp.int8),
+    "logits_dtype must be a floating-point dtype, got None": lambda q, k, v: flash_attention(
+        q, k, v, logits_dtype=None
+    ),
     "platform must be": lambda q, k, v: flash_attention(q, k, v, platform="cuda"),
     "platform is 'xla' and cfg.platform is 'cudnn'": lambda q, k, v: flash_attention(
         q, k, v, platform="xla", cfg=FlashAttentionConfig(platform="cudnn")
@@ -277,6 +283,10 @@ BAD = {
     "sliding_window must be .* got an array that is traced": lambda *qkv: jax.jit(flash_attention)(
         *qkv, sliding_window=2
     ),
+    r"sliding_window must be .* got \(1, 2, 3\)": lambda q, k, v: flash_attention(
+        q, k, v, sliding_window=np.array([1, 2, 3])
+    ),
+    r"causal must be .* got \[True, False\]": lambda q, k, v: flash_attention(q, k, v, causal=jnp.arange(2) < 1),
 }
 
 

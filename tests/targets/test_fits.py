@@ -24,7 +24,7 @@ from ejkernel.kernels.grouped_matmul.workloads import product
 from ejkernel.modules import linear_cross_entropy
 from ejkernel.ops.core.backward import BackwardKernel
 from ejkernel.ops.core.workload import Workload
-from ejkernel.ops.tuning import ahead
+from ejkernel.ops.tuning import ahead, compiling
 from ejkernel.ops.utils import targets
 from ejkernel.ops.utils.devices import HOPPER, LEAST_BLOCK_BYTES
 from ejkernel.ops.utils.params import FwdParams
@@ -174,6 +174,18 @@ def test_shared_memory_of_hopper_kernels(op_id, part):
         compiled(target, inv, "mosaic", deeper)
     needed = int(re.search(r"smem_bytes=(\d+)", str(caught.value))[1])
     assert abs(needed - size(deeper)) <= 2048
+
+
+@pytest.mark.parametrize("target", ["sm_90a"])
+def test_a_loop_of_known_length_does_not_fill_the_registers(target, monkeypatch, tmp_path):
+    # Every query sees every key, at the head dim that leaves the fewest registers: over 1500 bytes if ptxas knew it.
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    shape = ((2, 2048, 8, 256), "bfloat16")
+    inv = calls(TARGETS[target], "flash_attention", Workload(name="full", device="gpu", shapes=(shape,) * 3))[-1]
+    with targets.compiling_for(TARGETS[target]):
+        cfg = inv.kernel.forward.cfg_on("mosaic", inv, backward=True)
+    found = compiling.report(target, inv.kernel, inv, cfg, str(tmp_path))
+    assert found.fault is None or int(re.findall(r"\d+", found.fault)[0]) < 500
 
 
 # --- Memory of whole programs ---

@@ -254,9 +254,10 @@ def _precision(precision: Any) -> Any:
 
 def _logits_dtype(dtype: Any) -> str:
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)  # NumPy takes None for float64.
     except TypeError as error:
         raise AttentionArgumentError(f"logits_dtype must be a floating-point dtype, got {dtype!r}.") from error
-    if not jnp.issubdtype(found, jnp.floating):
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         raise AttentionArgumentError(f"logits_dtype must be a floating-point dtype, got {found}.")
-    return found.name
+    # float64 is float32 while 64 bits are off: logits in it are no reason to refuse a call.
+    return jax.dtypes.canonicalize_dtype(found).name

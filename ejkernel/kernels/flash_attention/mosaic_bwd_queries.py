@@ -135,7 +135,10 @@ def _kernel(
             start, end = band.blocks(row, block_q, block_kv)
         row = row + place_in_cluster(cfg.dq_cluster) * cfg.dq_block_q
         batch, head = lax.div(flat, jnp.int32(heads)), lax.rem(flat, jnp.int32(heads))
-        return batch, head, row, start, end - start, clear, clear_end
+        count = end - start
+        if band.lower is None and band.upper is None:
+            count = unhoisted(count, tile)  # As in `Walk.tile`.
+        return batch, head, row, start, count, clear, clear_end
 
     def k_slot(step):
         return lax.rem(step, jnp.int32(cfg.dq_k_stages))

@@ -34,6 +34,15 @@ def _ids(name: str, x: Any, shape: tuple[int, int]) -> Any:
     return x
 
 
+def in_32_bits(q_ids: Array, kv_ids: Array) -> tuple[Array, Array]:
+    """Ids as Pallas' kernels read them. Those of 64 bits are replaced by their ranks, which are equal where ids are."""
+    if max(x.dtype.itemsize for x in (q_ids, kv_ids)) <= 4:
+        return q_ids, kv_ids
+    ordered = jnp.sort(jnp.concatenate([q_ids, kv_ids], axis=1), axis=1)
+    rank = lambda ids: jax.vmap(jnp.searchsorted)(ordered, ids).astype(jnp.int32)
+    return rank(q_ids), rank(kv_ids)
+
+
 def packed(
     cum_q: Any, cum_k: Any, causal: Causal, batch: int, q_len: int, kv_len: int
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

@@ -42,3 +42,11 @@ def test_usual_keywords_are_described_as_they_are_written():
         args, kwargs = FlashAttention().prepare(q, k, k, **written, **seed)
         inv = Invocation(kernel=FlashAttention(), args=args, kwargs=kwargs)
         assert FlashAttention().describe_keywords(inv) == written
+
+
+def test_a_dtype_that_jax_does_not_have_is_the_one_it_takes_instead():
+    x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
+    for dtype in (float, "float64"):
+        assert canonical(x, x, x, logits_dtype=dtype)[2].logits_dtype == "float32"
+        with jax.enable_x64(True):
+            assert canonical(x, x, x, logits_dtype=dtype)[2].logits_dtype == "float64"

@@ -245,6 +245,16 @@ def test_a_bias_has_a_gradient_by_triton_with_64_bits_enabled():
         assert_close(attend(through("triton"), args, kwargs), truth(args, kwargs), case.limit)
 
 
+@pytest.mark.parametrize("platform", ["triton", *fully("pallas", "xla")])
+def test_ids_that_differ_in_their_upper_32_bits_alone_are_two_segments(platform):
+    order = np.array([3, -1, 3, 2, 0])
+    with jax.enable_x64(True):
+        wide = lambda side: lambda rng, case: jnp.asarray(order[rng.integers(0, 5, (2, getattr(case, side)))] << 32)
+        make = {"q_segment_ids": wide("q_len"), "kv_segment_ids": wide("kv_len")}
+        args, kwargs = Case("wide ids", kv_len=24, make=make).arrays()
+        assert_close(attend(through(platform), args, kwargs), truth(args, kwargs), 2e-5)
+
+
 @st.composite
 def calls(draw):
     """Shapes, head groups and who sees whom, in all combinations."""
