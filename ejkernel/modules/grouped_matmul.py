@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ejkernel.errors import EjkernelError
@@ -399,7 +400,7 @@ def _dtype_name(dtype: Any) -> str:
 
 def _precision(precision: Any) -> Any:
     """As its name, which is the same in every process."""
-    if isinstance(precision, jax.core.Tracer):
+    if isinstance(precision, Tracer):
         got = static.described(precision)
         raise GroupedMatmulArgumentError(f"precision must be known while tracing, got {got}.")
     if isinstance(precision, (tuple, list)):

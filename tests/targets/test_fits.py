@@ -176,16 +176,21 @@ def test_shared_memory_of_hopper_kernels(op_id, part):
     assert abs(needed - size(deeper)) <= 2048
 
 
-@pytest.mark.parametrize("target", ["sm_90a"])
-def test_a_loop_of_known_length_does_not_fill_the_registers(target, monkeypatch, tmp_path):
-    # Every query sees every key, at the head dim that leaves the fewest registers: over 1500 bytes if ptxas knew it.
+# Every query sees every key. If ptxas knew the lengths of the loops, most would spill over 200 bytes.
+@pytest.mark.parametrize(
+    ("length", "dim", "backward", "most"),
+    [(4096, 128, True, 16), (2048, 256, True, 500), (197, 152, False, 0), (256, 168, False, 0), (2048, 256, False, 0)],
+)
+def test_a_loop_of_known_length_does_not_fill_the_registers(length, dim, backward, most, monkeypatch, tmp_path):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    shape = ((2, 2048, 8, 256), "bfloat16")
-    inv = calls(TARGETS[target], "flash_attention", Workload(name="full", device="gpu", shapes=(shape,) * 3))[-1]
+    shape, target = ((2, length, 8, dim), "bfloat16"), "sm_90a"
+    workload = Workload(name="full", device="gpu", shapes=(shape,) * 3)
+    inv = calls(TARGETS[target], "flash_attention", workload)[backward]
     with targets.compiling_for(TARGETS[target]):
-        cfg = inv.kernel.forward.cfg_on("mosaic", inv, backward=True)
+        cfg = OPERATIONS["flash_attention"].cfg_on("mosaic", inv, backward=backward)
     found = compiling.report(target, inv.kernel, inv, cfg, str(tmp_path))
-    assert found.fault is None or int(re.findall(r"\d+", found.fault)[0]) < 500
+    assert found.kernels >= 1
+    assert int(re.findall(r"\d+", found.fault)[0] if found.fault else 0) <= most, found.fault
 
 
 # --- Memory of whole programs ---

@@ -203,7 +203,8 @@ def _kernel(
     hidden = Mask(band=band, block_kv=cfg.block_kv, ids=ids, words=words[0] if words else None)
     wg = lax.axis_index("warpgroup")
     block_kv, stages = cfg.block_kv, cfg.stages
-    tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(facts))
+    wide = max(q_ref.shape[3], v_ref.shape[3]) > 128
+    tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(facts), wide=wide)
     count = tiles.count
 
     def slot_of(step):

@@ -18,6 +18,7 @@ from ejkernel.kernels.flash_attention.mosaic_mask import Band
 from ejkernel.kernels.flash_attention.mosaic_segments import band_pairs, extents, segment_pairs
 from ejkernel.kernels.hopper.chip import WGMMA_ROWS
 from ejkernel.kernels.hopper.cluster import place_in_cluster
+from ejkernel.kernels.hopper.wgmma import unhoisted
 
 Array = jax.Array
 _STRIP = 4  # Numbers of a strip in the table: start, clear, clear_end, end.
@@ -44,7 +45,7 @@ class Piece(NamedTuple):
 class Tiles:
     """The tiles of the running block, read from a table; `spans` says that the table has the key blocks, too.
 
-    Without them, they follow from the band.
+    Without them, they follow from the band. `wide` is whether a head has more than 128 columns.
     """
 
     table: Any
@@ -52,6 +53,7 @@ class Tiles:
     cfg: MosaicFwdConfig
     heads: int
     spans: bool
+    wide: bool = False
 
     @property
     def count(self) -> Any:
@@ -83,6 +85,8 @@ class Tiles:
             start, end = self._read(at + 1), self._read(at + 2)
         else:
             start, end = self.band.blocks(row, self._rows, self.cfg.block_kv)
+            if self._hidden_length:
+                end = unhoisted(end, number)
         row = row + place_in_cluster(self.cfg.cluster) * self.cfg.block_q
         return Piece(batch, head, row, start, end, start, end)
 
@@ -97,7 +101,7 @@ class Tiles:
             clear = tuple(clear)
         else:
             own_start, own_end = self.band.blocks(row, WGMMA_ROWS, self.cfg.block_kv)
-            own_end = jnp.minimum(own_end, tile.end)
+            own_end = tile.end if self._hidden_length else jnp.minimum(own_end, tile.end)
             own_start = jnp.minimum(own_start, own_end - 1)
         return tile._replace(row=row, own_start=own_start, own_end=own_end, clear=clear)
 
@@ -112,6 +116,11 @@ class Tiles:
         if self.cut_below and band.lower is not None:
             start = lax.div(jnp.maximum(row + (WGMMA_ROWS - 1 + band.lower), 0) + (block - 1), block)
         return start, end
+
+    @property
+    def _hidden_length(self) -> bool:
+        """Whether ptxas must not know how many blocks there are: it would hoist addresses, and spill them."""
+        return self.wide and self.band.lower is None and self.band.upper is None
 
     @property
     def _rows(self) -> int:
