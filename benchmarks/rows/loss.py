@@ -23,7 +23,7 @@ def rows(name: str, dry: bool) -> list[Row]:
 
 
 def _row(name: str, workload: Any, backward: bool, dry: bool) -> Row:
-    found = peers(workload) | ways(LinearCrossEntropy(), workload, ("triton", "xla"), dry=dry)
+    found = peers(workload) | ways(LinearCrossEntropy(), workload, ("triton", "mosaic", "xla"), dry=dry)
     run = lambda fn: jax.value_and_grad(fn, (0, 1)) if backward else fn
     # All of them have products that XLA tries ways to compute.
     contenders = {label: Contender(run(fn), alone=True) for label, fn in found.items()}
