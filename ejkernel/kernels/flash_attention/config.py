@@ -145,8 +145,8 @@ def guessed_forward(
         long=is_long(q_len, kv_len, lower),
         q_len=q_len,
     )
-    # A bias takes the registers of an output that is held, and is copied unless it has whole blocks of queries.
-    return dataclasses.replace(cfg, consumers=2, hold=False) if biased else cfg
+    # A bias that has no whole blocks of queries is copied, and few lengths are multiples of 192.
+    return dataclasses.replace(cfg, consumers=2) if biased else cfg
 
 
 def default_forward(

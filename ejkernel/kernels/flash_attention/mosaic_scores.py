@@ -68,11 +68,12 @@ class Scores:
         if hides is not None or self.band.upper is not None or self.band.lower is not None or self.ragged:
             cut = self._cuts(col, row, s.shape, hides)
             capped = lax.cond(cut, lambda x: self._masked(x, col, row, hides), lambda x: x, capped)
-        lse = lax.broadcast_in_dim(lse, s.shape, [self.query_axis])
+        along_keys = lambda x: lax.broadcast_in_dim(x, s.shape, [self.query_axis])
         if self.bias is not None:
-            p = jnp.exp2((capped - lse) * _LOG2E)
+            p = jnp.exp2((capped - along_keys(lse)) * _LOG2E)
         else:
-            p = jnp.exp2(capped * (_LOG2E if self.soft_cap is not None else self.scale * _LOG2E) - lse)
+            factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
+            p = jnp.exp2(capped * factor - along_keys(lse))
         return lax.optimization_barrier(p), t
 
     def restored(self, p: jax.Array, batch: Any, head: Any, row: Any) -> jax.Array:
