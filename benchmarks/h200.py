@@ -67,7 +67,12 @@ PARTS = {
         *(Rows("attention", kind) for kind in ("values", "dims", "windows", "cap", "short", "few")),
         *(*_LOSSES, *_NORMS),
     ],
-    2: [Rows("attention", "drawn", 10), Rows("attention", "rule", 4), Rows("attention", "masks")],
+    2: [
+        Rows("attention", "drawn", 10),
+        Rows("attention", "rule", 4),
+        Rows("attention", "masks"),
+        Rows("attention", "biases", 2),
+    ],
     3: [*_PRODUCTS, Rows("attention", "first", 3), *_LOSSES, *_NORMS],
 }
 

@@ -43,6 +43,7 @@ class Case:
     segments: str = ""
     value_dim: int | None = None
     mask: str = ""
+    bias: str = ""
     splits: int = 0
 
     @property
@@ -81,6 +82,18 @@ def mask_of(case: Case, seed: int) -> jax.Array | None:
     return jnp.asarray(rng.random(shape) < share)
 
 
+def bias_of(case: Case, seed: int) -> jax.Array | None:
+    """A number for each of the `keys`, or for each pair, of one or of all `heads`; some hide a key, or fill a row."""
+    if not case.bias:
+        return None
+    heads, rows = case.heads if "heads" in case.bias else 1, 1 if "keys" in case.bias else case.q_len
+    bias = 2 * np.random.default_rng(seed).standard_normal((case.batch, heads, rows, case.kv_len))
+    row = np.arange(rows)[:, None] % 7
+    bias = np.where(row == 5, float(jnp.finfo(case.dtype).min), np.where(row == 3, -3e4, bias))
+    bias[..., 7:20] = -np.inf
+    return jnp.asarray(bias, case.dtype if "pairs" in case.bias else jnp.float32)
+
+
 CASES = [
     *(Case(2, 512, 512, 4, 4, dim, dtype) for dim in (64, 128, 256) for dtype in ("bfloat16", "float16")),
     *(Case(2, 512, 512, 4, 2, dim, dtype, upper=0) for dim in (64, 128, 256) for dtype in ("bfloat16", "float16")),
@@ -111,12 +124,15 @@ CASES = [
     *(Case(3, 500, 700, 4, 2, dim, mask=mask) for mask in ("padding", "triangle", "tiles") for dim in (64, 128, 256)),
     *(Case(2, 600, 600, 2, 2, dim, upper=0, mask=mask) for mask in ("padding", "tiles") for dim in (64, 80, 128)),
     Case(2, 603, 605, 4, 2, 128, upper=10, segments="runs", mask="tiles"),
+    *(Case(2, 500, 700, 4, 2, dim, upper=200, bias=bias) for bias in ("keys", "pairs") for dim in (64, 128, 256)),
+    *(Case(2, 512, 512, 4, 2, dim, "float16", bias="pairs of heads") for dim in (64, 96, 128)),
+    Case(2, 300, 300, 4, 2, 192, upper=0, value_dim=128, bias="keys of heads", segments="sorted"),
     *(Case(1, 1000, 1000, 6, 2, dim, upper=0, splits=3) for dim in (64, 128, 192, 256)),
     *(Case(2, 1200, 1200, 4, 1, dim, upper=0, segments="sorted", splits=2) for dim in (64, 128, 192, 256)),
 ]
 
 
-def reference(case: Case, ids, mask, q, k, v, xp: Any = jnp):
+def reference(case: Case, ids, mask, bias, q, k, v, xp: Any = jnp):
     """Attention in the precision of its arguments, by JAX or, with `xp=np`, by NumPy."""
     exact = {"precision": "highest"} if xp is jnp else {"optimize": True}
     group = case.heads // case.kv_heads
@@ -124,6 +140,8 @@ def reference(case: Case, ids, mask, q, k, v, xp: Any = jnp):
     s = xp.einsum("bqhd,bkhd->bhqk", q, k, **exact) * case.dim**-0.5
     if case.soft_cap is not None:
         s = case.soft_cap * xp.tanh(s / case.soft_cap)
+    if bias is not None:
+        s = s + xp.asarray(bias).astype(s.dtype)
     distance = np.arange(case.kv_len)[None] - np.arange(case.q_len)[:, None]
     seen = np.ones((1, 1, case.q_len, case.kv_len), bool)
     if case.lower is not None:
@@ -134,14 +152,20 @@ def reference(case: Case, ids, mask, q, k, v, xp: Any = jnp):
         seen = seen & (np.asarray(ids[0])[:, None, :, None] == np.asarray(ids[1])[:, None, None, :])
     if mask is not None:
         seen = seen & np.asarray(mask)
-    s = xp.where(seen, s, -1e30)
-    p = xp.exp(s - s.max(axis=-1, keepdims=True)) * seen
+    s = xp.where(seen, s, -xp.inf)
+    top = s.max(axis=-1, keepdims=True)
+    p = xp.exp(s - xp.where(top == -xp.inf, 0, top))
     total = p.sum(axis=-1, keepdims=True)
     return xp.einsum("bhqk,bkhd->bqhd", p / xp.where(total == 0, 1, total), v, **exact)
 
 
 def cudnn_serves(case: Case) -> bool:
-    plain = case.lower is None and case.soft_cap is None and not case.segments + case.mask and case.q_len == case.kv_len
+    plain = (
+        case.lower is None
+        and case.soft_cap is None
+        and not case.segments + case.mask + case.bias
+        and case.q_len == case.kv_len
+    )
     plain = plain and case.dim == case.dims[1] in (64, 128, 256) and case.q_len % 8 == 0
     return plain and case.upper in (None, 0)
 
@@ -162,7 +186,7 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     (dim, value_dim), dtype = case.dims, jnp.dtype(case.dtype)
     shapes = (*shape, dim), (*kv_shape, dim), (*kv_shape, value_dim), (*shape, value_dim)
     q, k, v, dout = (jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
-    ids, mask = ids_of(case, seed), mask_of(case, seed)
+    ids, mask, bias = ids_of(case, seed), mask_of(case, seed), bias_of(case, seed)
     backward = dataclasses.replace(config.default_backward(*case.dims), splits=case.splits) if case.splits else None
     rules = {
         "lower": case.lower,
@@ -171,6 +195,7 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
         "q_segment_ids": ids[0],
         "kv_segment_ids": ids[1],
         "mask": mask,
+        "bias": bias,
         "interpret": interpret,
     }
 
@@ -181,7 +206,9 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
         return out, *mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **rules)
 
     def gradients(q, k, v, dout):
-        want, pull = jax.vjp(lambda *x: reference(case, ids, mask, *x), *(x.astype(jnp.float32) for x in (q, k, v)))
+        want, pull = jax.vjp(
+            lambda *x: reference(case, ids, mask, bias, *x), *(x.astype(jnp.float32) for x in (q, k, v))
+        )
         return want, *pull(dout.astype(jnp.float32))
 
     def cudnn(q, k, v, dout):
@@ -193,7 +220,7 @@ def build(case: Case, seed: int, interpret=None, forward: bool = False) -> Calla
     compiled: list[Any] = [jax.jit(ours).lower(*args).compile()]
     if forward:
         wide = [np.asarray(x, np.float64) for x in (q, k, v)]
-        compiled.append(lambda *_: (reference(case, ids, mask, *wide, xp=np),))
+        compiled.append(lambda *_: (reference(case, ids, mask, bias, *wide, xp=np),))
     else:
         # Tuning the float32 products of a reference that runs once would take longer than all the rest.
         options = {"xla_gpu_autotune_level": 0}

@@ -27,7 +27,8 @@ BACKENDS = ("cudnn", "mosaic", "triton")
 class Call:
     """A call; `segments` are lengths of packed sequences, `window` how many keys before itself a query sees.
 
-    `mask` is a boolean mask beside that: `triangle`, in place of causal, or `padding`, of no key.
+    `mask` is a boolean mask beside that: `triangle`, in place of causal, or `padding`, of no key. `bias` has a number
+    for each of the `keys`, in float32, or for the `pairs` of a head, in bfloat16.
     """
 
     batch: int
@@ -42,6 +43,7 @@ class Call:
     soft_cap: float | None = None
     segments: tuple[int, ...] = ()
     mask: str = ""
+    bias: str = ""
     model: str = ""
 
     @property
@@ -87,6 +89,10 @@ class Call:
             extra["attention_mask"] = jnp.tril(jnp.ones((1, 1, self.q_len, self.keys), bool))
         elif self.mask:
             extra["attention_mask"] = jnp.ones((self.batch, 1, 1, self.keys), bool)
+        if self.bias == "keys":
+            extra["bias"] = jax.random.normal(seeds[0], (self.batch, 1, 1, self.keys))
+        elif self.bias:
+            extra["bias"] = jax.random.normal(seeds[0], (1, self.heads, self.q_len, self.keys), jnp.bfloat16)
         return arrays, extra
 
     @property
@@ -117,6 +123,7 @@ class Call:
         more += f", soft cap {self.soft_cap:g}" if self.soft_cap else ""
         more += f", {len(self.segments)} segments" if self.segments else ""
         more += f", mask: {self.mask}" if self.mask else ""
+        more += f", bias of {self.bias}" if self.bias else ""
         shown = f"{self.batch} x {length} x {heads} x {dims}, {'causal' if self.causal else 'full'}{more}"
         return f"{self.model}: {shown}" if self.model else shown
 
@@ -165,6 +172,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
         *(Call(4, 4096, 16, 16, 112), Call(4, 4096, 16, 16, 72), Call(4, 4096, 16, 16, 192)),
     ),
     "masks": (Call(4, 4096, 16, 16, 128, mask="triangle"), Call(4, 4096, 16, 16, 128, mask="padding")),
+    "biases": tuple(Call(4, 4096, 16, 16, dim, bias=bias) for bias in ("keys", "pairs") for dim in (64, 128)),
 }
 
 
@@ -234,6 +242,7 @@ GOALS: dict[str, Callable[[bool], Goal]] = {
     "short": lambda backward: Goal(1.00, ("cudnn",)),
     "few": lambda backward: Goal(1.05, ("cudnn", "triton")),
     "rule": lambda backward: Goal(0.97, BACKENDS),
+    "biases": lambda backward: Goal(0.97, BACKENDS),
     "drawn": lambda backward: Goal(0.97, BACKENDS),
 }
 

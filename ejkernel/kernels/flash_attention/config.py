@@ -132,10 +132,11 @@ def guessed_forward(
     upper: int | None,
     *,
     packed: bool,
+    biased: bool = False,
 ) -> MosaicFwdConfig:
-    """Returns the config of an untuned call; `packed` is whether it has segments or a mask."""
+    """Returns the config of an untuned call; `packed` is whether it has segments or a mask, `biased` a bias."""
     q_len, kv_len = q_shape[1], kv_shape[1]
-    return default_forward(
+    cfg = default_forward(
         q_shape[3],
         value_dim,
         full=is_full(q_len, kv_len, lower, upper),
@@ -144,6 +145,8 @@ def guessed_forward(
         long=is_long(q_len, kv_len, lower),
         q_len=q_len,
     )
+    # A bias that has no whole blocks of queries is copied, and few lengths are multiples of 192.
+    return dataclasses.replace(cfg, consumers=2) if biased else cfg
 
 
 def default_forward(

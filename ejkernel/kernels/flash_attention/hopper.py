@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import config, masks
+from ejkernel.kernels.flash_attention import config, masks, tile, triton
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, MosaicFwdConfig
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported as unsupported_arrays
@@ -23,10 +23,10 @@ Array = jax.Array
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why the Hopper kernels do not support a call; None if they do."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
-    for name in ("bias", "q_positions", "dropout_seed"):
+    for name in ("q_positions", "dropout_seed"):
         if getattr(extras, name) is not None:
             return f"this kernel takes no {name}"
-    if (reason := _unsupported_mask(extras)) is not None:
+    if (reason := _unsupported_bias(inv, backward=backward) or _unsupported_mask(extras)) is not None:
         return reason
     if not rules.normalize or rules.logits_dtype != "float32" or rules.precision is not None:
         return "this kernel normalises its output, keeps logits in float32 and has one precision"
@@ -35,6 +35,14 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     capability = ".".join(map(str, compute_capability()))
     facts = {"backward": backward, "scale": rules.scale, "compute_capability": capability}
     return unsupported_arrays(query, key, value, **facts) or _not_importable()
+
+
+def _unsupported_bias(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
+    """Its gradient is that of the Triton kernels, which refuse some biases."""
+    query, _, _, extras, rules = Attention.of(inv.args, inv.kwargs)
+    if extras.bias is None:
+        return None
+    return triton.unsupported(inv, backward=True) if backward else tile.unsupported(query, extras, rules)
 
 
 def _unsupported_mask(extras: Extras) -> str | None:
@@ -62,9 +70,8 @@ def _not_importable() -> str | None:
 def forward_space(inv: Invocation[Any, Any]) -> list[MosaicFwdConfig]:
     """The guess, then the others."""
     query, key, value, extras, rules = Attention.of(inv.args, inv.kwargs)
-    guess = config.guessed_forward(
-        query.shape, key.shape, value.shape[3], rules.lower, rules.upper, packed=_is_packed(extras)
-    )
+    facts = {"packed": _is_packed(extras), "biased": extras.bias is not None}
+    guess = config.guessed_forward(query.shape, key.shape, value.shape[3], rules.lower, rules.upper, **facts)
     return [guess, *config.forward_space(query.shape[3], value.shape[3])]
 
 
@@ -89,8 +96,10 @@ def forward(call: Attention, params: MosaicFwdConfig | None = None) -> tuple[Arr
     """Returns the output and the log-sum-exp [batch, heads, q]."""
     from ejkernel.kernels.flash_attention.mosaic import flash_attention_forward
 
-    out, *sums = flash_attention_forward(call.query, call.key, call.value, cfg=params, **_rules(call))
-    return masks.with_sinks(out, _scaled(masks.LogSum(*sums), 1.0 / _to_base_2(call.rules)), call.extras.softmax_aux)
+    out, *found = flash_attention_forward(call.query, call.key, call.value, cfg=params, **_rules(call))
+    sums = masks.LogSum(*found)
+    sums = sums if call.extras.bias is not None else _scaled(sums, 1.0 / _to_base_2(call.rules))
+    return masks.with_sinks(out, sums, call.extras.softmax_aux)
 
 
 def backward(
@@ -102,13 +111,18 @@ def backward(
     *,
     out: Array,
     rest: Array,
-) -> tuple[Array, Array, Array, None]:
-    """Returns the gradients of query, key and value; `delta` is computed inside, from `out`."""
+) -> tuple[Array, Array, Array, Array | None]:
+    """Returns the gradients of query, key, value and bias; for the first three `delta` is computed inside."""
     from ejkernel.kernels.flash_attention.mosaic_bwd import flash_attention_backward
 
-    lse, rest = _scaled(masks.LogSum(lse, rest), _to_base_2(call.rules))
+    dbias = None
+    if call.extras.bias is not None:
+        # Where nobody needs it, it is dead code.
+        dbias = triton.gradient_of_bias(call, lse, *masks.unlost(dout, delta, rest)[::-1])
+    else:
+        lse, rest = _scaled(masks.LogSum(lse, rest), _to_base_2(call.rules))
     saved = out, lse, rest, dout
-    return *flash_attention_backward(call.query, call.key, call.value, *saved, cfg=params, **_rules(call)), None
+    return *flash_attention_backward(call.query, call.key, call.value, *saved, cfg=params, **_rules(call)), dbias
 
 
 def _to_base_2(rules: Rules) -> float:
@@ -143,4 +157,5 @@ def _rules(call: Attention) -> dict[str, Any]:
         "q_segment_ids": extras.q_segment_ids,
         "kv_segment_ids": extras.kv_segment_ids,
         "mask": extras.mask,
+        "bias": extras.bias,
     }

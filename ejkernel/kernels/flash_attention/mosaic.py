@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicFwdConfig, guessed_forward
+from ejkernel.kernels.flash_attention.mosaic_bias import Bias, in_tiles
 from ejkernel.kernels.flash_attention.mosaic_bits import packed_bits
 from ejkernel.kernels.flash_attention.mosaic_columns import Columns, columns
 from ejkernel.kernels.flash_attention.mosaic_hide import Mask
@@ -47,6 +48,7 @@ def flash_attention_forward(
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     cfg: MosaicFwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -54,14 +56,16 @@ def flash_attention_forward(
 
     `lower` and `upper` bound `key - query`; `upper=0` is causal. With segment ids (`[B, T]`, `[B, S]`) a query sees the
     keys of its own segment only. A `mask` `[B or 1, 1, T or 1, S or 1]` is True where a query sees a key; one that is
-    the same for all queries, or all keys, cannot be combined with segment ids. A row that sees no key gives zeros and a
+    the same for all queries, or all keys, cannot be combined with segment ids. A `bias` `[B or 1, H or 1, T or 1, S]`
+    is added to the scores; with one, the log-sum-exp is in natural units. A row that sees no key gives zeros and a
     log-sum-exp of +inf, so that its weights vanish in the backward pass. `mosaic_support.unsupported` says which calls
     are supported; nothing is checked here.
     """
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, _ = k.shape
     value_dim, packed = v.shape[3], q_segment_ids is not None or mask is not None
-    cfg = cfg or guessed_forward(q.shape, k.shape, value_dim, lower, upper, packed=packed)
+    facts = {"packed": packed, "biased": bias is not None}
+    cfg = cfg or guessed_forward(q.shape, k.shape, value_dim, lower, upper, **facts)
     factor: float = head_dim**-0.5 if scale is None else scale
     band = Band(q_len=q_len, kv_len=kv_len, lower=lower, upper=upper)
     ids, words = (), None
@@ -85,11 +89,12 @@ def flash_attention_forward(
         mma=MatrixUnit(bool(interpret)),
         has_ids=bool(ids),
     )
-    facts = ()
+    extras = ()
     if ids:
-        facts = padded(ids[0], cfg.block_q * cfg.cluster, -1), padded(ids[1], cfg.block_kv, -2)
+        extras = padded(ids[0], cfg.block_q * cfg.cluster, -1), padded(ids[1], cfg.block_kv, -2)
     if words is not None:
-        facts = (*facts, words)
+        extras = (*extras, words)
+    bias = in_tiles(bias, queries=cfg.block_q * cfg.cluster, keys=cfg.block_kv)
     # Rows of log-sum-exp are copied without a check of bounds: there must be whole blocks of them.
     lse_shape = (batch, heads, q_len + -q_len % (cfg.block_q * cfg.cluster))
     q_tiles = cfg.q_stages * cfg.consumers
@@ -112,7 +117,7 @@ def flash_attention_forward(
     row = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     out, lse, rest = launch(
         body,
-        *(q, k, v, table, *facts),
+        *(q, k, v, table, bias, *extras),
         out_type=(jax.ShapeDtypeStruct((batch, q_len, heads, value_dim), q.dtype), row, row),
         blocks=table.shape[0],
         cluster=cfg.cluster,
@@ -175,6 +180,7 @@ def _kernel(
     k_ref,
     v_ref,
     table_ref,
+    bias_ref,
     *refs: Any,
     cfg: MosaicFwdConfig,
     layout: Columns,
@@ -201,6 +207,7 @@ def _kernel(
     *facts, o_ref, lse_ref, rest_ref = refs
     ids, words = (tuple(facts[:2]), facts[2:]) if has_ids else ((), facts)
     hidden = Mask(band=band, block_kv=cfg.block_kv, ids=ids, words=words[0] if words else None)
+    bias = None if bias_ref is None else Bias(bias_ref, key_axis=1)
     wg = lax.axis_index("warpgroup")
     block_kv, stages = cfg.block_kv, cfg.stages
     wide = max(q_ref.shape[3], v_ref.shape[3]) > 128
@@ -292,19 +299,27 @@ def _kernel(
         def capped(s):
             return s if soft_cap is None else soft_cap * jnp.tanh(s * (scale / soft_cap))
 
-        def softmax(s, m, l, hide):
+        def softmax(s, m, l, hide, piece, col):
             """Returns weights, the new maximum, the new partial sums, and the scale for the old output.
 
             The maximum is kept as a rounded exponent: the log-sum-exp must use exactly the number that was subtracted.
             """
             s = capped(s)
+            if bias is not None:
+                found = bias.of_tile(piece.batch, piece.head, piece.row, col, s.shape)
+                s = bias.added(s if soft_cap is not None else s * scale, found)
             if hide is not None:
                 s = hide(s)
-            m_new = jnp.maximum(m, s.max(axis=1) * exponent_scale)
+            m_new = jnp.maximum(m, s.max(axis=1) * (exponent_scale if bias is None else 1.0))
             # A row of which nothing was seen yet has a maximum of -inf, and -inf - -inf is not a number.
-            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if hide is not None else m_new
-            p = jnp.exp2(s * exponent_scale - lax.broadcast_in_dim(shift, s.shape, [0]))
-            alpha = jnp.exp2(m - shift)
+            guarded = hide is not None or bias is not None
+            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if guarded else m_new
+            if bias is None:
+                p = jnp.exp2(s * exponent_scale - lax.broadcast_in_dim(shift, s.shape, [0]))
+                alpha = jnp.exp2(m - shift)
+            else:
+                p = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * _LOG2E)
+                alpha = jnp.exp2((m - shift) * _LOG2E)
             # Sums are kept per column of a quad until the end, so that the loop needs no additions across lanes.
             l = l * lax.broadcast_in_dim(alpha, l.shape, [0])
             for c in range(0, block_kv, 8):
@@ -371,7 +386,7 @@ def _kernel(
             o = tuple(layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA) for shape in o_shapes)
             col = (own_end - 1) * block_kv
             hide = lambda s: hidden.hide(s, row, col, of_strip, of_first)
-            p, m, l, _ = softmax(s, m, l, hide if hidden.needed else None)
+            p, m, l, _ = softmax(s, m, l, hide if hidden.needed else None, piece, col)
             p = p.astype(v_ref.dtype)
             take_turn()
 
@@ -393,7 +408,7 @@ def _kernel(
                     pass_turn()
                     scores = mma.result(s_acc, in_flight=len(o_accs))
                     plgpu.barrier_arrive(k_free.at[slot])
-                    p_new, m_new, l_new, alpha = softmax(scores, m, l, hide)
+                    p_new, m_new, l_new, alpha = softmax(scores, m, l, hide, piece, col)
                     p_new, m_new, l_new, alpha = lax.optimization_barrier((p_new, m_new, l_new, alpha))
                     # Waiting for the turn here, and not just before the next products, also keeps ptxas (CUDA 13.0)
                     # from moving the wait for the output product up into the softmax: it does not move it over a
@@ -444,7 +459,7 @@ def _kernel(
             l = l.sum(axis=1)
             empty = l == 0.0
             inverse = jnp.where(empty, 0.0, 1.0 / l)
-            log = jnp.log2(l)
+            log = jnp.log2(l) if bias is None else jnp.log(l)
             lse = jnp.where(empty, jnp.inf, m + log)
             rest = jnp.where(empty, 0.0, (m - lse) + log)
             o_slot = q_slot if cfg.share_qo else wg

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.flash_attention import mosaic_bwd_columns, mosaic_bwd_gradients, mosaic_bwd_keys
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig, clusters_pay, default_backward
 from ejkernel.kernels.flash_attention.mosaic import padded
+from ejkernel.kernels.flash_attention.mosaic_bias import Bias, in_tiles
 from ejkernel.kernels.flash_attention.mosaic_bwd_memory import scratch
 from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand, operands
 from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts, facts_of, key_table, packed_splits
@@ -56,10 +57,11 @@ def flash_attention_backward(
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     cfg: MosaicBwdConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of q, k and v, given what `flash_attention_forward` returned."""
+    """Returns the gradients of q, k and v, given what `flash_attention_forward` returned; not that of a bias."""
     shapes = q.shape, k.shape, v.shape
     batch, q_len, heads, head_dim = q.shape
     _, kv_len, kv_heads, value_dim = v.shape
@@ -90,6 +92,7 @@ def flash_attention_backward(
     else:
         splits, head_group = plan(work, cfg.splits, cfg.head_group)
         table = jnp.asarray(item_table(work, splits, head_group, persistent=cfg.schedule == "persistent"))
+    key_bias = in_tiles(bias, queries=cfg.block_q, keys=cfg.block_kv * cfg.cluster, keys_first=True)
     qk, vo = operands(head_dim, value_dim, cfg, interpret=bool(interpret))
     q, k, v, dout = (_whole_tiles(x.padded(y)) for x, y in ((qk, q), (qk, k), (vo, v), (vo, dout)))
     in_place: tuple[Any, ...] = ()
@@ -122,7 +125,7 @@ def flash_attention_backward(
     )
     outs = launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.key_words, *in_place),
+        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.key_words, key_bias, *in_place),
         out_type=() if key_sums else tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         blocks=table.shape[0],
         cluster=cfg.cluster,
@@ -137,7 +140,9 @@ def flash_attention_backward(
         dq = dq_sum.finish(in_place[0][...], factor, q.dtype)
     else:
         rules = {"band": band, "scale": factor, "soft_cap": soft_cap, "operands": (qk, vo)}
-        dq = query_gradient(q, k, v, dout, lse, delta, rest, lost, facts, **rules, cfg=cfg, interpret=interpret)
+        query_bias = in_tiles(bias, queries=whole, keys=cfg.dq_block_kv)
+        saved = lse, delta, rest, lost
+        dq = query_gradient(q, k, v, dout, *saved, facts, query_bias, **rules, cfg=cfg, interpret=interpret)
     dq, dk, dv = (x[:, : shape[1], :, : shape[3]] for x, shape in zip((dq, *outs), shapes, strict=True))
     return dq, dk, dv
 
@@ -160,6 +165,7 @@ def _kernel(
     table_ref,
     segment_refs,
     words_ref,
+    bias_ref,
     *refs: Any,
     cfg: MosaicBwdConfig,
     band: Band,
@@ -233,7 +239,8 @@ def _kernel(
             plgpu.barrier_arrive(mem.q_free.at[slot])
             plgpu.barrier_arrive(mem.do_free.at[slot])
         ragged = band.kv_len % (cfg.block_kv * cfg.cluster) != 0
-        scores = Scores(band, scale, soft_cap, query_axis=1, ragged=ragged)
+        bias = None if bias_ref is None else Bias(bias_ref, key_axis=0)
+        scores = Scores(band, scale, soft_cap, query_axis=1, ragged=ragged, bias=bias)
 
         grads = dk_ref, dv_ref
 

@@ -77,7 +77,8 @@ def consume(
                 mma.multiply(dp_acc, v_tile, mem.do_smem.at[slot, own_queries], b_t=True)
                 held = meanwhile()
                 s = mma.result(s_acc, in_flight=1)
-                p, t = scores.weights(s, scores.of_queries(mem.lse_smem.at[slot, own_queries]), at.col, row, hides)
+                lse = scores.of_queries(mem.lse_smem.at[slot, own_queries])
+                p, t = scores.weights(s, lse, at.batch, head, at.col, row, hides)
                 # Waiting here also keeps ptxas (CUDA 13.0) from moving the wait for the product up, over the
                 # exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])

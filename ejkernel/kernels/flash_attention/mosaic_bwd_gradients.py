@@ -70,7 +70,7 @@ def consume(
         buffer = lax.rem(step + n, jnp.int32(2))
         head, row = at.place(n)
         hides = facts_hide(facts, at.cut(row), at.batch, at.col, row, shape)
-        p, t = scores.weights(s, lse, at.col, row, hides)
+        p, t = scores.weights(s, lse, at.batch, head, at.col, row, hides)
         p = scores.restored(p, at.batch, head, row)
         plgpu.barrier_wait(mem.ds_free.at[buffer])
         # The cap's derivative goes along: the gradient of the scores is the product of all three.

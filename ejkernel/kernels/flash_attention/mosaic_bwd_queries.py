@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.flash_attention.config import MosaicBwdConfig
+from ejkernel.kernels.flash_attention.mosaic_bias import Bias
 from ejkernel.kernels.flash_attention.mosaic_bwd_operand import Operand
 from ejkernel.kernels.flash_attention.mosaic_bwd_packed import Facts, is_cut, query_table, read_entry
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
@@ -41,6 +42,7 @@ def query_gradient(
     rest: jax.Array,
     lost: jax.Array,
     facts: Facts,
+    bias: jax.Array | None,
     *,
     band: Band,
     scale: float,
@@ -66,7 +68,7 @@ def query_gradient(
     )
     return launch(
         body,
-        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.query_words),
+        *(q, k, v, dout, lse, delta, rest, lost, table, facts.whole_ids, facts.query_words, bias),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         blocks=table.shape[0],
         cluster=cfg.dq_cluster,
@@ -102,6 +104,7 @@ def _kernel(
     table_ref,
     segment_refs,
     words_ref,
+    bias_ref,
     dq_ref,
     cfg: MosaicBwdConfig,
     band: Band,
@@ -219,7 +222,7 @@ def _kernel(
                     plgpu.barrier_wait(mem.v_full.at[v])
                     mma.multiply(dp_acc, do_tile, mem.v_smem.at[v], b_t=True)
                     s = mma.result(s_acc, in_flight=1)
-                    p, t = scores.weights(s, lse, (start + n) * block_kv, row, hides)
+                    p, t = scores.weights(s, lse, batch, head, (start + n) * block_kv, row, hides)
                     dp = mma.result(dp_acc)
                     plgpu.barrier_arrive(mem.v_free.at[v])
                     p = scores.restored(p, batch, head, row)
@@ -249,6 +252,7 @@ def _kernel(
         def consume(scores: Scores):
             lax.fori_loop(0, table_ref[block, 0], functools.partial(tile, scores), jnp.int32(0))
 
-        scores = Scores(band, scale, soft_cap, query_axis=0, ragged=band.kv_len % block_kv != 0)
+        bias = None if bias_ref is None else Bias(bias_ref, key_axis=1)
+        scores = Scores(band, scale, soft_cap, query_axis=0, ragged=band.kv_len % block_kv != 0, bias=bias)
         with_or_without_rest(consume, scores, rest_ref, lost_ref)
         plgpu.wait_smem_to_gmem(0)

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel._compat import load_with_layout
+from ejkernel.kernels.flash_attention.mosaic_bias import Bias
 from ejkernel.kernels.flash_attention.mosaic_bits import BITS
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 
@@ -40,7 +41,7 @@ class Scores:
     """How scores become weights: scale, cap and masks.
 
     `query_axis` is the axis of a tile's queries, `ragged` whether a tile may reach past the last key, `rest` the
-    rounding error of the log-sum-exp, if that matters.
+    rounding error of the log-sum-exp, if that matters. With a `bias` both are in natural units, else in those of log2.
     """
 
     band: Band
@@ -49,22 +50,30 @@ class Scores:
     query_axis: int
     ragged: bool
     rest: Any = None
+    bias: Bias | None = None
 
     def of_queries(self, ref: Any, *, optimized: bool = True) -> jax.Array:
         """Loads a vector along the queries of a tile; `optimized=False` from global memory."""
         return load_with_layout(ref, layout=_VECTORS[self.query_axis], optimized=optimized)
 
     def weights(
-        self, s: jax.Array, lse: jax.Array, col: Any, row: Any, hides: Hides | None = None
+        self, s: jax.Array, lse: jax.Array, batch: Any, head: Any, col: Any, row: Any, hides: Hides | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the weights of a tile from key `col` and query `row` on, and what `gradient` needs."""
         t = s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
         capped = t if self.soft_cap is None else self.soft_cap * t
+        if self.bias is not None:
+            found = self.bias.of_tile(batch, head, *((col, row) if self.query_axis else (row, col)), s.shape)
+            capped = self.bias.added(capped if self.soft_cap is not None else capped * self.scale, found)
         if hides is not None or self.band.upper is not None or self.band.lower is not None or self.ragged:
             cut = self._cuts(col, row, s.shape, hides)
             capped = lax.cond(cut, lambda x: self._masked(x, col, row, hides), lambda x: x, capped)
-        factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
-        p = jnp.exp2(capped * factor - lax.broadcast_in_dim(lse, s.shape, [self.query_axis]))
+        along_keys = lambda x: lax.broadcast_in_dim(x, s.shape, [self.query_axis])
+        if self.bias is not None:
+            p = jnp.exp2((capped - along_keys(lse)) * _LOG2E)
+        else:
+            factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
+            p = jnp.exp2(capped * factor - along_keys(lse))
         return lax.optimization_barrier(p), t
 
     def restored(self, p: jax.Array, batch: Any, head: Any, row: Any) -> jax.Array:
@@ -72,7 +81,8 @@ class Scores:
         if self.rest is None:
             return p
         rest = self.of_queries(self.rest.at[batch, head, pl.ds(row, p.shape[self.query_axis])], optimized=False)
-        return p * lax.broadcast_in_dim(jnp.exp2(-rest), p.shape, [self.query_axis])
+        share = jnp.exp2(-rest) if self.bias is None else jnp.exp2(rest * -_LOG2E)
+        return p * lax.broadcast_in_dim(share, p.shape, [self.query_axis])
 
     def gradient(self, p: jax.Array, t: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
         """Returns the gradient of the scores, still to be scaled."""

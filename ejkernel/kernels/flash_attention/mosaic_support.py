@@ -23,8 +23,8 @@ def unsupported(
 ) -> str | None:
     """Returns why these arrays are not supported, or `None` if they are.
 
-    Reads shapes and dtypes only. Bias, boolean masks, dropout and attention sinks have no argument here: a call that
-    needs them uses another backend. `compute_capability` is the device's, such as "9.0"; `None` leaves it unchecked.
+    Reads shapes and dtypes only; `hopper.unsupported` looks at what else a call has. `compute_capability` is the
+    device's, such as "9.0"; `None` leaves it unchecked.
     """
     if compute_capability is not None and not compute_capability.startswith("9."):
         return f"written for Hopper (compute capability 9.0), this device has {compute_capability}"

@@ -131,11 +131,7 @@ def backward(
     cut = _cut(call, params or default_backward(call, block_bytes()))
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
-    saved = {
-        "dout": tile.heads_first(dout, cut.rows, cut.v_dim),
-        "lse": tile.heads_first(lse.swapaxes(1, 2), cut.rows, fill=jnp.inf),
-        "delta": tile.heads_first(delta.swapaxes(1, 2), cut.rows),
-    }
+    saved = _saved(cut, lse, delta, dout)
     (dq,) = tile.call(
         partial(_query_kernel, cut=cut),
         {
@@ -167,6 +163,21 @@ def backward(
     dk = dk[:, :, :kv_len, : key.shape[3]].swapaxes(1, 2)
     dv = dv[:, :, :kv_len, : value.shape[3]].swapaxes(1, 2)
     return dq, dk, dv, None if extras.bias is None else bias_gradient(cut, extras.bias, saved, interpret)
+
+
+def gradient_of_bias(call: Attention, lse: Array, delta: Array, dout: Array, *, interpret: bool = False) -> Array:
+    """Returns the gradient of a call's bias alone."""
+    cut = _cut(call, default_backward(call, block_bytes()))
+    return bias_gradient(cut, call.extras.bias, _saved(cut, lse, delta, dout), interpret)
+
+
+def _saved(cut: Cut, lse: Array, delta: Array, dout: Array) -> dict[str, Array]:
+    """What a backward reads of each query, with heads first."""
+    return {
+        "dout": tile.heads_first(dout, cut.rows, cut.v_dim),
+        "lse": tile.heads_first(lse.swapaxes(1, 2), cut.rows, fill=jnp.inf),
+        "delta": tile.heads_first(delta.swapaxes(1, 2), cut.rows),
+    }
 
 
 def _query_kernel(refs: Any, dq_ref: Any, *, cut: Cut) -> None:

@@ -54,10 +54,7 @@ REFUSES = {
         "wide packed, other keys", "wide mask", "wide mask of heads", "wide mask of keys", "wide bias of all heads",
         "wide bias of a key",
     },
-    "mosaic": {
-        "wide dropout", "wide bias", "wide float32", "wide packed, other keys", "wide mask of heads",
-        "wide bias of all heads", "wide bias of a key",
-    },
+    "mosaic": {"wide dropout", "wide float32", "wide packed, other keys", "wide mask of heads"},
 }  # fmt: skip
 """Names of cases that an implementation does not serve, forward or backward; all others it must."""
 

@@ -27,7 +27,7 @@ RECENT = jax.__version_info__ >= (0, 11)
 
 # Query length, key length, key heads, dim (or that of keys and of values), lower, upper, soft cap, segments (or id and
 # length of each), what queries are moved by (keys by minus), the logit of every seventh query and all keys. Fields of
-# the backward config may come last, those of the forward config, and the shape of a random mask.
+# the backward config may come last, those of the forward config, and the shape of a random mask or bias.
 INTERPRETED = {
     "causal": (256, 256, 1, 64, None, 0, None, False),
     "full, grouped heads": (128, 256, 1, 128, None, None, None, False),
@@ -65,6 +65,10 @@ INTERPRETED = {
         {"forward": {"hold": True, "q_stages": 2, "ping_pong": False}},
     ),
     "tiles of keys in parts, head dim 256": (136, 200, 1, 256, -100, 64, 20.0, False, {"splits": 2}),
+    "bias": (130, 200, 1, 128, None, 0, None, False, {"bias": (1, 1, 130, 200)}),
+    "bias of keys, segments": (130, 130, 1, 64, None, 0, None, True, {"bias": (1, 2, 1, 130)}),
+    "bias of heads, head dim 256": (72, 140, 1, 256, None, None, 20.0, False, {"bias": (1, 2, 72, 140)}),
+    "bias of keys, head dims 192 and 128": (72, 140, 1, (192, 128), None, None, None, False, {"bias": (1, 1, 1, 140)}),
 }
 
 SCRIPT = """
@@ -75,20 +79,26 @@ from ejkernel.kernels.flash_attention import config, mosaic, mosaic_bwd
 
 mosaic.SMS, mosaic_bwd.SMS = 4, 1  # dQ is summed without atomics in the interpreter: one block at a time.
 
-def reference(q, k, v, lower, upper, cap, ids, mask):
+def reference(q, k, v, lower, upper, cap, ids, mask, bias):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     s = s if cap is None else cap * jnp.tanh(s / cap)
+    s = s if bias is None else s + bias.astype(jnp.float32)
     distance = jnp.arange(k.shape[1])[None] - jnp.arange(q.shape[1])[:, None]
     seen = jnp.ones(distance.shape, bool)
     seen = seen if lower is None else seen & (distance >= lower)
     seen = seen if upper is None else seen & (distance <= upper)
     seen = seen[None, None] & (True if ids is None else ids[:, None, :, None] == ids[:, None, None, :])
     seen = seen if mask is None else seen & mask
-    p = jax.nn.softmax(jnp.where(seen, s, -1e30), axis=-1) * seen
+    s = jnp.where(seen, s, -jnp.inf)
+    top = jnp.max(s, axis=-1, keepdims=True)
+    p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top))
+    p = p / jnp.maximum(p.sum(axis=-1, keepdims=True), 1e-30)
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
-def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0, far=0.0, bwd={}, mask=None, fwd={}):
+def errors(
+    q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0, far=0.0, bwd={}, mask=None, bias=None, fwd={}
+):
     dim, value_dim = dim if isinstance(dim, list) else (dim, dim)
     keys = jax.random.split(jax.random.key(q_len + kv_len + dim), 4)
     shapes = [(q_len, 2, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, value_dim), (q_len, 2, value_dim)]
@@ -104,14 +114,21 @@ def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0,
     options = dict(lower=lower, upper=upper, soft_cap=cap, q_segment_ids=ids, kv_segment_ids=ids)
     if mask is not None:
         mask = jax.random.bernoulli(keys[0], 0.7, mask).at[..., -40:].set(False)
-    options["mask"] = mask
+    if bias is not None:
+        # Some keys are not seen; in some rows float32 has room for nothing but the bias.
+        bias = 2 * jax.random.normal(keys[1], bias, jnp.bfloat16 if bias[1] > 1 else jnp.float32)
+        rows = jnp.arange(bias.shape[2])[:, None] % 7
+        least = float(jnp.finfo(bias.dtype).min)
+        bias = jnp.where(rows == 5, least, jnp.where(rows == 3, -1e9, bias)).astype(bias.dtype)
+        bias = bias.at[..., 7:20].set(-jnp.inf)
+    options |= dict(mask=mask, bias=bias)
     options["interpret"] = plgpu.InterpretGPUParams()
     forward = config.MosaicFwdConfig(consumers=2, block_kv=64, share_qo=dim == 256, cluster=2 if cap else 1)
     forward = dataclasses.replace(forward, **fwd)
     out, *sums = mosaic.flash_attention_forward(q, k, v, cfg=forward, **options)
     backward = dataclasses.replace(config.default_backward(dim, value_dim), **bwd)
     grads = mosaic_bwd.flash_attention_backward(q, k, v, out, *sums, dout, cfg=backward, **options)
-    exact = lambda *x: reference(*x, lower, upper, cap, ids, mask)
+    exact = lambda *x: reference(*x, lower, upper, cap, ids, mask, bias)
     want, pull = jax.vjp(exact, *(x.astype(jnp.float32) for x in (q, k, v)))
     wants = [want, *pull(dout.astype(jnp.float32))]
     if far:  # A gradient that is the small difference of huge numbers.
@@ -121,11 +138,12 @@ def errors(q_len, kv_len, kv_heads, dim, lower, upper, cap, segments, shift=0.0,
 
 case = json.loads(sys.argv[1])
 bwd = case.pop() if isinstance(case[-1], dict) else {}
-print(json.dumps(errors(*case, mask=bwd.pop("mask", None), fwd=bwd.pop("forward", {}), bwd=bwd)))
+extras = {name: bwd.pop(name, None) for name in ("mask", "bias")}
+print(json.dumps(errors(*case, **extras, fwd=bwd.pop("forward", {}), bwd=bwd)))
 """
 
 
-SHORT = ("window and soft cap", "rows of hugely negative logits", "head dim 256, segments", "outputs are held")
+SHORT = ("window and soft cap", "rows of hugely negative logits", "head dim 256, segments", "outputs are held", "bias")
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@ stood in for by others, and what is around them is tested.
 """
 
 import itertools
+import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +16,10 @@ import pytest
 
 from ejkernel import _compat
 from ejkernel.errors import EjkernelError
-from ejkernel.kernels.flash_attention import cudnn, masks, rule, xla
+from ejkernel.kernels.flash_attention import cudnn, hopper, masks, rule, xla
 from ejkernel.kernels.flash_attention.arguments import Attention, Extras, Rules
 from ejkernel.kernels.flash_attention.mosaic_support import unsupported_backward
+from ejkernel.kernels.flash_attention.triton import gradient_of_bias
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import ConfigCache, ConfigSelectorChain
 from ejkernel.ops.config.persistent import PersistentCache
@@ -106,20 +109,22 @@ def test_cudnn_operations_have_the_signatures_of_this_jax(rules):
 
 @pytest.fixture
 def fake_hopper(monkeypatch):
-    """Stands in for the Hopper kernels, with their signatures and their logarithms to base 2."""
+    """Stands in for the Hopper kernels, with their signatures and units, of log2 or with a bias natural ones."""
 
-    def forward(q, k, v, *, q_segment_ids, kv_segment_ids, mask=None, cfg=None, **rules):
-        rules = Rules(**rules)
-        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, mask=mask)
-        out, sums = xla.forward(Attention(q, k, v, extras, rules))
-        return out, sums.lse / jnp.log(2.0), sums.rest / jnp.log(2.0)
+    def call_of(q, k, v, rules):
+        extras = Extras(**{name: rules.pop(name) for name in ("q_segment_ids", "kv_segment_ids", "mask", "bias")})
+        return Attention(q, k, v, extras, Rules(**rules)), 1.0 if extras.bias is not None else math.log(2.0)
 
-    def backward(q, k, v, out, lse, rest, dout, *, q_segment_ids, kv_segment_ids, mask, cfg=None, **rules):
-        rules = Rules(**rules)
-        extras = Extras(q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, mask=mask)
-        lse, rest = lse * jnp.log(2.0), rest * jnp.log(2.0)
+    def forward(q, k, v, *, cfg=None, **rules):
+        call, unit = call_of(q, k, v, rules)
+        out, sums = xla.forward(call)
+        return out, sums.lse / unit, sums.rest / unit
+
+    def backward(q, k, v, out, lse, rest, dout, *, cfg=None, **rules):
+        call, unit = call_of(q, k, v, rules)
+        lse, rest = lse * unit, rest * unit
         dout, delta = masks.unlost(dout, masks.row_products(out, dout, lse.dtype), rest)
-        return xla.backward(Attention(q, k, v, extras, rules), lse, delta, dout)[:3]
+        return xla.backward(call, lse, delta, dout)[:3]
 
     home = "ejkernel.kernels.flash_attention"
     monkeypatch.setitem(sys.modules, f"{home}.mosaic", SimpleNamespace(flash_attention_forward=forward))
@@ -127,10 +132,13 @@ def fake_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize(("forward", "backward"), [("mosaic", "mosaic"), ("mosaic", "xla"), ("xla", "mosaic")])
+@pytest.mark.parametrize("bias", [{}, {"bias": normal("b", 1, "q", "k")}, {"bias": normal("h", 1, "k")}], ids=len)
 @pytest.mark.usefixtures("fake_hopper")
-def test_hopper_pairs_with_itself_and_with_others(forward, backward):
+def test_hopper_pairs_with_itself_and_with_others(forward, backward, bias, monkeypatch):
+    # The gradient of a bias is Triton's.
+    monkeypatch.setattr(hopper, "triton", SimpleNamespace(gradient_of_bias=partial(gradient_of_bias, interpret=True)))
     make = {"causal": True, "softmax_aux": normal("h"), "logits_soft_cap": 2.0, "sliding_window": 9}
-    both(forward, backward, Case("pair", make=make))
+    both(forward, backward, Case("pair", make=make | bias))
 
 
 # --- cuDNN's backward is wrong for large arrays ---
@@ -269,7 +277,8 @@ def test_guess_on_hopper_is_one_that_can_serve():
     assert guess(attention_mask=jnp.ones((1, 1, 1, 256), bool)).platform == "mosaic"
     assert guess(dropout_prob=0.1, dropout_seed=1).platform == "triton"
     assert guess(dtype=jnp.float32).platform == "triton"
-    assert guess(bias=jnp.zeros((256, 256))).platform == "triton"
+    assert guess(bias=jnp.zeros((256, 256))).platform == "mosaic"
+    assert guess(bias=jnp.zeros((2, 1, 256)), causal=True).platform == "mosaic"
     assert guess(bias=jnp.zeros((256, 1))).platform == "xla"
     assert guess(causal=True, platform="xla").platform == "xla"
 
@@ -376,7 +385,9 @@ def test_hopper_says_why_not(monkeypatch):
     ids = jnp.zeros((1, 256), jnp.int32)
     packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
     assert "segments alone" in why(mask=jnp.ones((1, 1, 1, 256), bool), **packed)
-    assert "bias" in why(bias=x)
+    assert why(bias=jnp.zeros((1, 2, 1, 256))) is None
+    assert "same for all keys" in why(bias=jnp.zeros((1, 1, 256, 1)))
+    assert "float64" in why(bias=jax.ShapeDtypeStruct((1, 1, 256, 256), "float64"))
     assert "one precision" in why(precision="highest")
     assert "9.0" in why(capability="8.0")
     assert "Hopper" in why(capability="10.0")
