@@ -41,6 +41,14 @@ INTERPRETED = {
     "head dim 256, segments": (128, 128, 2, 256, None, 0, None, True),
     "head dims 192 and 128": (128, 136, 1, (192, 128), None, 0, 20.0, False),
     "head dims 80 and 72, odd lengths": (70, 131, 1, (80, 72), -90, 64, None, False),
+    "head dims 128 and 256, by columns": (
+        *(72, 70, 1, (128, 256), None, 0, None, False),
+        {"split": "columns", "stages": 2},
+    ),
+    "head dims 256 and 128, by columns, in parts": (
+        *(136, 70, 1, (256, 128), None, None, None, False),
+        {"split": "columns", "stages": 2, "dq_v_stages": 1, "splits": 2},
+    ),
     "head dims 192 and 128, segments in parts": (
         130,
         130,
