@@ -212,6 +212,20 @@ def test_a_bias_leaves_registers_for_the_rest(dim, bias, most, monkeypatch, tmp_
     assert int(re.findall(r"\d+", found.fault)[0] if found.fault else 0) <= most, found.fault
 
 
+def test_memory_of_a_cluster_is_released_when_all_warps_have_read_it(monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    shape, target = ((1, 512, 1, 192), "bfloat16"), TARGETS["sm_90a"]
+    inv = calls(target, "flash_attention", Workload(name="full", device="gpu", shapes=(shape,) * 3))[True]
+    with targets.compiling_for(target):
+        guess = OPERATIONS["flash_attention"].cfg_on("mosaic", inv, backward=True).bwd_params
+    assert guess.split == "gradients"
+    compiled(target, inv, "mosaic", dataclasses.replace(guess, cluster=2))
+    # One warp arrives at the barriers of both blocks (`mapa`) for its warpgroup, with which products keep it in step.
+    steps = re.findall(r"ld\.shared|bar\.sync|wgmma|mapa\.shared", capfd.readouterr().out)
+    assert "mapa.shared" in steps
+    assert ("ld.shared", "mapa.shared") not in set(itertools.pairwise(steps))
+
+
 # --- Memory of whole programs ---
 
 

@@ -246,6 +246,11 @@ class MosaicBwdConfig:
         """Whether a consumer reads some columns of Q or K alone: of dK, or of a dQ that has too few rows to divide."""
         return self.split == "columns" or (self.split == "keys" and self.block_q == WGMMA_ROWS)
 
+    def dq_columns(self, head_dim: int) -> int:
+        """Columns of dQ that a consumer adds up: all, if there are enough rows to divide, else its part of them."""
+        width = key_width(head_dim, self)
+        return width if self.block_q > WGMMA_ROWS else width // self.consumers
+
     def smem_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Shared memory of one block: K and V, the rings of Q and dO, two tiles of dS (and P), dQ, the row vectors."""
         width = key_width(head_dim, self)
@@ -298,6 +303,8 @@ class MosaicBwdConfig:
             return f"a split by columns needs multiples of 128 of them, got {head_dim} and {value_dim}"
         if (self.split == "keys") == (self.dq == "kernel"):
             return f"a split by {self.split} cannot have its dQ from {self.dq}"
+        if self.dq == "bulk" and (columns := self.dq_columns(head_dim)) % 32:
+            return f"the copy engine adds up 32 columns of dQ, which do not divide the {columns} of a consumer"
         if self.stages < 2:
             return f"stages must be at least 2, got {self.stages}"
         if self.cluster not in (1, 2):

@@ -98,8 +98,7 @@ def flash_attention_backward(
     in_place: tuple[Any, ...] = ()
     dq_sum = key_sums = None
     if cfg.dq != "kernel":
-        # dQ is divided among the warpgroups by query rows if there are enough of them, else by columns.
-        columns = qk.width if cfg.block_q > WGMMA_ROWS else qk.width // cfg.consumers
+        columns = cfg.dq_columns(head_dim)
         dq_sum = GradientSum(batch, q.shape[1], heads, qk, columns, cfg.block_q, cfg.dq == "bulk", bool(interpret))
         in_place = (jax.new_ref(dq_sum.zeros()),)
     if splits > 1:

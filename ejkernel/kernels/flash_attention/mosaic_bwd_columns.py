@@ -44,10 +44,11 @@ def consume(
 ) -> None:
     wg = lax.axis_index("warpgroup")
     (dk_ref, dv_ref), dtype = grad_refs, mem.k_smem.dtype
-    half = (WGMMA_ROWS, mem.k_smem.shape[2] // cfg.consumers)
+    halves = dk_half, dv_half = [(WGMMA_ROWS, x.shape[2] // cfg.consumers) for x in (mem.k_smem, mem.v_smem)]
     k_tile, v_tile = mem.k_smem.at[0], mem.v_smem.at[0]
     queries = cfg.block_q // cfg.consumers
-    own_queries, own_cols = pl.ds(wg * queries, queries), pl.ds(wg * half[1], half[1])
+    own_queries = pl.ds(wg * queries, queries)
+    dk_cols, dv_cols = (pl.ds(wg * columns, columns) for _, columns in halves)
 
     def meet():
         plgpu.barrier_arrive(mem.tile_done)
@@ -100,9 +101,9 @@ def consume(
             def body(dv_acc, dk_acc):
                 dk, dv = carry
                 mma.start_from(dv_acc, dv)
-                mma.multiply(dv_acc, mem.p_smem.at[buffer], mem.do_smem.at[slot, :, own_cols])
+                mma.multiply(dv_acc, mem.p_smem.at[buffer], mem.do_smem.at[slot, :, dv_cols])
                 mma.start_from(dk_acc, dk)
-                mma.multiply(dk_acc, mem.ds_smem.at[buffer, 0], mem.q_smem.at[slot, :, own_cols])
+                mma.multiply(dk_acc, mem.ds_smem.at[buffer, 0], mem.q_smem.at[slot, :, dk_cols])
 
                 def sums(issued: int):
                     dv = mma.result(dv_acc, in_flight=issued + 1)
@@ -114,14 +115,14 @@ def consume(
 
                 return then(sums)
 
-            return mma.scoped(body, half, half)
+            return mma.scoped(body, dv_half, dk_half)
 
         def advance(n, carry):
             return add_keys(n - 1, carry, lambda sums: make_scores(n, lambda: sums(2)))
 
-        zeros = layout_cast(jnp.zeros(half, jnp.float32), plgpu.Layout.WGMMA)
+        zeros = tuple(layout_cast(jnp.zeros(half, jnp.float32), plgpu.Layout.WGMMA) for half in halves)
         make_scores(jnp.int32(0), lambda: ())
-        carry = lax.fori_loop(1, at.steps, advance, (zeros, zeros))
+        carry = lax.fori_loop(1, at.steps, advance, zeros)
         dk, dv = add_keys(at.steps - 1, carry, lambda sums: sums(0))
         if key_sums is not None:
             plgpu.barrier_arrive(mem.kv_free.at[0])
@@ -130,8 +131,8 @@ def consume(
             return step + at.steps
         # The gradients are stored through the memory of K and V, after its last read and after both halves are written.
         meet()
-        v_tile.at[:, own_cols][...] = dv.astype(dtype)
-        k_tile.at[:, own_cols][...] = (dk * scores.scale).astype(dtype)
+        v_tile.at[:, dv_cols][...] = dv.astype(dtype)
+        k_tile.at[:, dk_cols][...] = (dk * scores.scale).astype(dtype)
         plgpu.commit_smem()
         meet()
         rows = pl.ds(at.col, WGMMA_ROWS)

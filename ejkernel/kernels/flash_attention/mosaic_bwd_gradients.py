@@ -103,6 +103,9 @@ def consume(
         def finish(n, acc, in_flight: int):
             slot = walk.slot(step + n)
             value, vector = mma.result(acc, in_flight=in_flight), scores.of_queries(side.vector.at[slot])
+            if cfg.cluster > 1:
+                # A warp arrives for all four, at the barrier of a cluster: all must have read the vector.
+                plgpu.commit_smem()
             plgpu.barrier_arrive(side.free.at[slot])
             return left(n, value, vector)
 

@@ -97,9 +97,10 @@ class Columns:
 
 def columns(head_dim: int, value_dim: int, *, lengths: tuple[int, ...], share_qo: bool, interpret: bool) -> Columns:
     """The layout for arrays with these dims and lengths; with `share_qo` the output lies in the memory of Q."""
-    if any(x % 8 for x in lengths) or any(_narrow(dim) for dim in (head_dim, value_dim)):
+    apart = share_qo and head_dim != value_dim  # Q is cut into the pieces of the output, of 64 columns.
+    if any(x % 8 for x in lengths) or any(_narrow(dim) for dim in (head_dim, value_dim)) or (apart and head_dim % 64):
         return Columns(split(head_dim), split(value_dim), split(value_dim), True, interpret)
-    if share_qo and head_dim != value_dim:
+    if apart:
         return Columns(split(head_dim), whole(value_dim), split(value_dim), False, interpret)
     return Columns(whole(head_dim), whole(value_dim), whole(value_dim), False, interpret)
 

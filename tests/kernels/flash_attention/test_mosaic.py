@@ -41,6 +41,14 @@ INTERPRETED = {
     "head dim 256, segments": (128, 128, 2, 256, None, 0, None, True),
     "head dims 192 and 128": (128, 136, 1, (192, 128), None, 0, 20.0, False),
     "head dims 80 and 72, odd lengths": (70, 131, 1, (80, 72), -90, 64, None, False),
+    "head dims 128 and 256, by columns": (
+        *(72, 70, 1, (128, 256), None, 0, None, False),
+        {"split": "columns", "stages": 2},
+    ),
+    "head dims 256 and 128, by columns, in parts": (
+        *(136, 70, 1, (256, 128), None, None, None, False),
+        {"split": "columns", "stages": 2, "dq_v_stages": 1, "splits": 2},
+    ),
     "head dims 192 and 128, segments in parts": (
         130,
         130,
@@ -211,7 +219,7 @@ def test_configs_of_packed_calls_leave_room_for_the_ids(head_dim):
     bytes_of = {cfg: cfg.smem_bytes(head_dim) + cfg.id_bytes for cfg in plain if cfg.split == "keys"}
     full = {cfg for cfg, size in bytes_of.items() if size > HOPPER.block_bytes}
     assert plain - packed == full | {cfg for cfg in plain if cfg.kv_stages > 1}
-    assert any(cfg.kv_stages == 1 for cfg in full) == (head_dim in (80, 128))
+    assert any(cfg.kv_stages == 1 for cfg in full) == (head_dim == 128)
 
 
 def test_a_config_that_does_not_fit_says_why():
@@ -222,6 +230,7 @@ def test_a_config_that_does_not_fit_says_why():
     assert "share_qo" in (configs.MosaicFwdConfig(share_qo=True, hold=True).unfit(128) or "")
     assert "splits" in (configs.MosaicBwdConfig(splits=9).unfit(128) or "")
     assert "split" in (configs.MosaicBwdConfig(split="columns", dq="bulk").unfit(256) or "")
+    assert "32 columns of dQ" in (configs.MosaicBwdConfig(dq="bulk").unfit(80) or "")
     second = configs.default_backward(256)
     assert "for dQ" in (dataclasses.replace(second, dq_k_stages=3).unfit(256) or "")
 

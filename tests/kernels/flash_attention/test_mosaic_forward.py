@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -58,6 +59,17 @@ def test_pieces_of_columns_are_those_in_memory(dim):
     assert [first for first, _ in pieces] == list(itertools.accumulate((w for _, w in pieces[:-1]), initial=0))
     assert sum(width for _, width in pieces) == configs.in_memory(dim)
     assert all(width in (16, 32, 64) for _, width in pieces)
+
+
+@pytest.mark.parametrize("share_qo", [False, True])
+def test_columns_are_copied_in_tiles_that_divide_the_array_or_as_plain_matrices(share_qo):
+    mosaic_columns = pytest.importorskip("ejkernel.kernels.flash_attention.mosaic_columns", exc_type=ImportError)
+    for dims in DIMS:
+        if not configs.MosaicFwdConfig(consumers=1, block_kv=64, share_qo=share_qo).unfit(*dims):
+            found = mosaic_columns.columns(*dims, lengths=(64, 64), share_qo=share_qo, interpret=False)
+            pieces = ((dim, piece) for dim, part in zip(dims, (found.qk, found.v), strict=True) for piece in part)
+            tiles = [(dim, math.gcd(piece.width, 64)) for dim, piece in pieces]
+            assert found.plain or all(dim % tile == 0 for dim, tile in tiles), dims
 
 
 def ids_of(order, rng, length):
