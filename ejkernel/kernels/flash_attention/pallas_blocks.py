@@ -123,8 +123,7 @@ class Cut:
         rows, cols = self._indices(place, part, axis)
         of_q, of_kv = (own, other) if axis == 0 else (other, own)
         of_q, of_kv = Side(rows, of_q.get("ids"), of_q.get("at")), Side(cols, of_kv.get("ids"), of_kv.get("at"))
-        mask = self.plane(refs, "mask", part)
-        return tile.seen(of_q, of_kv, self.kv_len, self.rules, None if mask is None else mask.astype(jnp.int32) != 0)
+        return tile.seen(of_q, of_kv, self.kv_len, self.rules, self.plane(refs, "mask", part))
 
     def plane(self, refs: Any, name: str, part: Part) -> Any:
         """A part of the bias or the mask, or what of it broadcasts."""

@@ -75,7 +75,7 @@ def seen(rows: Side, cols: Side, kv_len: int, rules: Rules, mask: Any = None) ->
     inside = masks.may_see(*at, rules)
     found = found if inside is None else found & inside
     found = found if rows.ids is None else found & (rows.ids == cols.ids)
-    return found if mask is None else found & mask
+    return found if mask is None else found & (mask if mask.dtype == jnp.bool_ else mask.astype(jnp.int32) != 0)
 
 
 def accumulate(carry: Any, s: Any, v: Any, drop: Callable[[Any], Any], rules: Rules) -> Any:
