@@ -102,7 +102,8 @@ def _call(kernel: Any, grid: Any, shape: tuple[int, ...], dtype: Any, interpret:
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    # Of 16 bits each product is exact, and Mosaic refuses to be asked for more: None is what JAX's default asks for.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     numbers = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 

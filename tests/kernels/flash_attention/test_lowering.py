@@ -60,3 +60,15 @@ def test_a_batch_of_calls_may_have_a_seed_each(module, platform):
     with jax.sharding.use_abstract_mesh(mesh):
         seeds = jax.ShapeDtypeStruct((3,), jnp.uint32)
         jax.jit(jax.vmap(one)).trace(q, seeds).lower(lowering_platforms=(platform,))
+
+
+def test_products_of_16_bits_are_not_asked_for_a_precision_that_mosaic_does_not_have():
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+    def forward(q, **options):
+        qkv, extras, rules = canonical(q, q, q, **options)
+        return pallas.forward(Attention(*qkv, extras, rules))
+
+    assert "HIGHEST" not in str(jax.make_jaxpr(lambda q: forward(q, precision="highest"))(q))
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" not in str(jax.make_jaxpr(forward)(q))
