@@ -1,7 +1,12 @@
 """Every backend of every operation compiles for every device that it is for, and it is our kernels that run."""
 
+import jax
 import pytest
 
+from ejkernel.kernels.grouped_matmul import pallas
+from ejkernel.ops.tuning import ahead
+from ejkernel.ops.utils import targets
+from ejkernel.ops.utils.targets import TARGETS
 from tests.targets import plan
 
 pytestmark = [
@@ -39,3 +44,13 @@ def test_all_operations_and_backends_are_listed():
     assert listed == {(op_id, platform) for op_id, platform in has if platform not in ("xla", "cudnn")} | {
         ("grouped_matmul_drhs", platform) for platform in ("mosaic", "triton", "pallas")
     }
+
+
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_products_of_few_rows_of_16_bits_compile(target, rows):
+    shapes = (((rows, 300), "bfloat16"), ((3, 300, 100), "bfloat16"), ((3,), "int32"))
+    target = TARGETS[target]
+    with targets.compiling_for(target, device := targets.describe(target)[0]):
+        given = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+        assert ahead.compile_program(pallas.forward, given, device).kernels == 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -38,7 +39,17 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
         return "this kernel takes no empty arrays"
     if query.dtype == jnp.float16:
         return "TPUs have no float16"
+    if query.dtype == jnp.float32 and not _is_one_precision(rules.precision):
+        return f"Mosaic takes one precision for both operands and no algorithm, got {rules.precision!r}"
     return tile.unsupported(query, extras, rules)
+
+
+def _is_one_precision(precision: Any) -> bool:
+    left, right = precision if isinstance(precision, tuple) else (precision, precision)
+    try:
+        return lax.Precision(left) == lax.Precision(right)
+    except ValueError:
+        return False
 
 
 def forward_space(inv: Invocation[Any, Any]) -> list[FwdParams]:

@@ -90,7 +90,8 @@ class Cut:
                 x = _plane(x, self.q_length, self.kv_length)
                 found[name] = x.swapaxes(2, 3) if view.turned else x, view.plane(x)
         if self._extras.dropout_seed is not None:
-            found["seed"] = self._extras.dropout_seed.reshape(1), pl.BlockSpec(memory_space=pltpu.SMEM)
+            # Of two axes: `jax.vmap` adds one, and of the last two a block needs the whole.
+            found["seed"] = self._extras.dropout_seed.reshape(1, 1), pl.BlockSpec(memory_space=pltpu.SMEM)
         return found
 
     @cached_property
@@ -123,8 +124,7 @@ class Cut:
         rows, cols = self._indices(place, part, axis)
         of_q, of_kv = (own, other) if axis == 0 else (other, own)
         of_q, of_kv = Side(rows, of_q.get("ids"), of_q.get("at")), Side(cols, of_kv.get("ids"), of_kv.get("at"))
-        mask = self.plane(refs, "mask", part)
-        return tile.seen(of_q, of_kv, self.kv_len, self.rules, None if mask is None else mask.astype(jnp.int32) != 0)
+        return tile.seen(of_q, of_kv, self.kv_len, self.rules, self.plane(refs, "mask", part))
 
     def plane(self, refs: Any, name: str, part: Part) -> Any:
         """A part of the bias or the mask, or what of it broadcasts."""
@@ -134,7 +134,7 @@ class Cut:
         return refs[name][tuple(at if n > 1 else slice(None) for n, at in wanted)]
 
     def dropper(self, refs: Any, place: Place, part: Part, axis: int) -> Callable[[Any], Any]:
-        seed = refs["seed"][0] if "seed" in refs else None
+        seed = refs["seed"][0, 0] if "seed" in refs else None
         return tile.dropper(seed, place.head, *self._indices(place, part, axis), self.rules)
 
     def _indices(self, place: Place, part: Part, axis: int) -> tuple[Any, Any]:

@@ -53,7 +53,9 @@ def _unsupported_bias(bias: Any) -> str | None:
 def dot(a: Any, b: Any, contract: tuple[int, int], rules: Rules) -> Any:
     """Product of two tiles over the given axes, summed in float32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=rules.precision, preferred_element_type=jnp.float32)
+    # Of 16 bits each product is exact, and Mosaic refuses to be asked for more, also by JAX's default.
+    precision = rules.precision if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def scores(q: Any, k: Any, seen: Any, rules: Rules, bias: Any = None) -> tuple[Any, Any]:
@@ -75,7 +77,7 @@ def seen(rows: Side, cols: Side, kv_len: int, rules: Rules, mask: Any = None) ->
     inside = masks.may_see(*at, rules)
     found = found if inside is None else found & inside
     found = found if rows.ids is None else found & (rows.ids == cols.ids)
-    return found if mask is None else found & mask
+    return found if mask is None else found & (mask if mask.dtype == jnp.bool_ else mask.astype(jnp.int32) != 0)
 
 
 def accumulate(carry: Any, s: Any, v: Any, drop: Callable[[Any], Any], rules: Rules) -> Any:

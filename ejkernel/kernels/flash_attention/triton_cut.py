@@ -100,7 +100,7 @@ class Cut:
         found = {name: x for name, x in given.items() if x is not None}
         for axis, length in lengths:
             found = {name: x if x.shape[axis] == 1 else _padded(x, axis, length) for name, x in found.items()}
-        return found
+        return {name: _countable(x) for name, x in found.items()}
 
     def _plane(self, x: Array, block_q: bool) -> pl.BlockSpec:
         """For a program that owns a block of queries, its rows of one head; else its columns of a group's heads."""
@@ -207,6 +207,11 @@ def _flip(step: Any, at: Any, masked: bool, index: Any, carry: Any) -> Any:
 
 def _same(index: Any) -> Any:
     return index
+
+
+def _countable(x: Array) -> Array:
+    """A mask that padding made too large in two bytes: up to 2**32 of them, Pallas counts elements in 32 bits."""
+    return x.astype(jnp.int16) if x.dtype == jnp.bool_ and x.size >= tile.MAX_ELEMENTS else x
 
 
 def _padded(x: Array, axis: int, length: int) -> Array:

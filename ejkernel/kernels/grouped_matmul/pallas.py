@@ -21,6 +21,8 @@ from ejkernel.kernels.grouped_matmul.tiles import TpuConfig, tpu_space
 from ejkernel.kernels.pallas_call import pallas_call
 
 Array = jax.Array
+LEAST_ROWS = 8
+"""Of four rows or fewer, of 16 bits, Mosaic cannot mask the columns (libtpu 0.0.50)."""
 
 
 def forward(
@@ -36,6 +38,10 @@ def forward(
 ) -> Array:
     """Returns `[M, N]`: rows of a group times its weights, zeros in rows of no group."""
     rows, k = lhs.shape
+    if rows < LEAST_ROWS:
+        options = {"transpose_rhs": transpose_rhs, "out_dtype": out_dtype, "first_row": first_row, "cfg": cfg}
+        padded = jnp.pad(lhs, ((0, LEAST_ROWS - rows), (0, 0)))
+        return forward(padded, rhs, group_sizes, **options, interpret=interpret)[:rows]
     n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
     cfg = cfg or tpu_space(product(lhs, rhs, transpose_rhs=transpose_rhs, out_dtype=out_dtype))[0]
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
@@ -102,7 +108,8 @@ def _call(kernel: Any, grid: Any, shape: tuple[int, ...], dtype: Any, interpret:
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    # Of 16 bits each product is exact, and Mosaic refuses to be asked for more: None is what JAX's default asks for.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     numbers = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 

@@ -96,12 +96,14 @@ def _kernel(refs: dict[str, Any], rule: TritonRule, width: int, lanes: int) -> N
     zeros = jnp.zeros(lanes, jnp.float32)
     start = (zeros + LEAST, zeros, *([zeros] if rule.label_smoothing else []))
     top, total, *plain = lax.fori_loop(0, pl.cdiv(width, PARTS * lanes), add, start)
-    most = jnp.max(top)
-    total = jnp.sum(total * jnp.exp(top - most))
+    # The label's logit comes before the sums over the row, where warps wait for each other: none of them may have put
+    # the derivative in its place.
     label = plgpu.load(refs["labels"].at[row])
     near = jnp.clip(label, 0, width - 1)
     bias = plgpu.load(refs["bias"].at[near]) if "bias" in refs else None
     own = rule.logits(plgpu.load(refs["raw"].at[row, near]), bias)
+    most = jnp.max(top)
+    total = jnp.sum(total * jnp.exp(top - most))
     for name, value in zip(
         ("top", "exponentials", "label", "logits"), (most, total, own, *map(jnp.sum, plain)), strict=False
     ):

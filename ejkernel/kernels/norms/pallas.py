@@ -29,8 +29,9 @@ BLOCK_BYTES = 10 << 20
 def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
     """Why this backend does not support a call; None if it does."""
     x = inv.args[0]
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"x must be bfloat16 or float32, got {x.dtype}"
+    dtypes = [a.dtype for a in inv.args if a is not None and jnp.issubdtype(a.dtype, jnp.floating)]
+    if odd := [d.name for d in dtypes if d not in (jnp.bfloat16, jnp.float32)]:
+        return f"floats must be bfloat16 or float32, got {odd[0]}"
     if x.size == 0 or x.shape[-1] % LANES:
         return f"x must have some rows, of a multiple of {LANES} columns, got shape {x.shape}"
     if not _sizes(x.shape[-1], x.dtype.itemsize, backward):

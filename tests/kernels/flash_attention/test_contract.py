@@ -120,6 +120,13 @@ def test_refused_call_is_an_error_with_the_reason():
         through("triton")(*args, **kwargs)
 
 
+@pytest.mark.parametrize("precision", [("highest", "default"), jax.lax.DotAlgorithmPreset.F32_F32_F32])
+def test_tpu_kernels_take_one_precision_for_both_operands(precision):
+    args, kwargs = Case("precision", make={"precision": precision}).arrays()
+    with pytest.raises(UnsupportedCallError, match="pallas: Mosaic takes one precision"):
+        through("pallas")(*args, **kwargs)
+
+
 @pytest.mark.parametrize(("q_len", "kv_len"), list(product((1, 2, 3, 4), repeat=2)))
 def test_bounds_of_tiny_calls_leave_exactly_the_keys_that_are_seen(q_len, kv_len):
     q, kv = (jax.ShapeDtypeStruct((1, n, 1, 8), jnp.float32) for n in (q_len, kv_len))

@@ -43,3 +43,32 @@ def test_forward_and_backward_lower_for_their_device(module, platform, call):
         text = jax.jit(both).trace(q, k, k, row, row).lower(lowering_platforms=(platform,)).as_text()
     calls = text.count("stablehlo.custom_call @" + {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform])
     assert calls == (4 if call == "bias" else 3)  # Its gradient is a kernel of its own.
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("module", "platform"), [(triton, "cuda"), (pallas, "tpu")])
+def test_a_batch_of_calls_may_have_a_seed_each(module, platform):
+    q = jax.ShapeDtypeStruct((3, 1, 256, 2, 64), jnp.bfloat16)
+
+    def one(q, seed):
+        qkv, extras, rules = canonical(q, q, q, dropout_prob=0.2, dropout_seed=seed)
+        made = Attention(*qkv, extras, rules)
+        out, sums = module.forward(made)
+        return module.backward(made, sums.lse, sums.rest, out)
+
+    mesh = AbstractMesh((1,), ("x",), abstract_device=DEVICES[platform])
+    with jax.sharding.use_abstract_mesh(mesh):
+        seeds = jax.ShapeDtypeStruct((3,), jnp.uint32)
+        jax.jit(jax.vmap(one)).trace(q, seeds).lower(lowering_platforms=(platform,))
+
+
+def test_products_of_16_bits_are_not_asked_for_a_precision_that_mosaic_does_not_have():
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+    def forward(q, **options):
+        qkv, extras, rules = canonical(q, q, q, **options)
+        return pallas.forward(Attention(*qkv, extras, rules))
+
+    assert "HIGHEST" not in str(jax.make_jaxpr(lambda q: forward(q, precision="highest"))(q))
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" not in str(jax.make_jaxpr(forward)(q))

@@ -79,6 +79,14 @@ def test_all_passes_match_a_float64_loop_and_touch_no_other_rows(backend, dtype,
         assert a.dtype == "float32"
 
 
+def test_products_of_few_rows_on_tpus_match_a_float64_loop():
+    module, options = BACKENDS["pallas"]
+    sizes = [1, 0, 1]
+    given, whole = arrays(3, 300, 40, 1, sizes)
+    got = passes(module, given, jnp.array(sizes, jnp.int32), jnp.int32(1), **options)
+    assert all(relative(a, b) < 2e-6 for a, b in zip(got, expected(whole, sizes, 1), strict=True))
+
+
 @functools.cache
 def compiled_xla(pieces):
     return jax.jit(functools.partial(passes, xla, cfg=xla.XlaConfig(rows=pieces, least_rows=4)))

@@ -31,3 +31,11 @@ def test_all_passes_lower_for_their_device(module, platform, dtype):
     with jax.sharding.use_abstract_mesh(mesh):
         text = jax.jit(passes).trace(lhs, rhs, dout, sizes).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("stablehlo.custom_call @" + CUSTOM_CALLS[platform]) == 3
+
+
+def test_products_of_16_bits_are_not_asked_for_a_precision_that_mosaic_does_not_have():
+    lhs, rhs = jax.ShapeDtypeStruct((512, 256), "bfloat16"), jax.ShapeDtypeStruct((4, 256, 384), "bfloat16")
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" not in str(jax.make_jaxpr(pallas.forward)(lhs, rhs, sizes))
+        assert "HIGHEST" not in str(jax.make_jaxpr(pallas.drhs)(lhs, lhs, sizes))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ejkernel.kernels.linear_cross_entropy import gradients
 from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError, guess
 from ejkernel.kernels.linear_cross_entropy.rule import AxisNameError
+from ejkernel.kernels.linear_cross_entropy.triton_rule import TritonRule
 from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
 from ejkernel.modules.linear_cross_entropy import LossArgumentError
 from tests.kernels.contract import OperationCase, check
@@ -105,6 +106,19 @@ def test_sums_have_the_wider_dtype_of_x_and_weights(narrow, chunk):
         assert [g.dtype for g in grads] == [a.dtype for a in args]
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), (loss, grads), want)
         np.testing.assert_allclose([loss, run(*args)], want[0], rtol=1e-12)
+
+
+def test_triton_reads_the_label_s_logit_before_its_warps_part():
+    """The derivative takes the place of the logits: what a slow warp still reads, a fast one may have written."""
+    arrays = jnp.zeros((2, 37)), jnp.zeros(2, int), jnp.ones(2)
+    rule = TritonRule(interpret=True)
+    traced = jax.make_jaxpr(lambda raw, labels, factor: rule.rows_and_derivative(raw, None, labels, factor))(*arrays)
+    kernel = next(e.params["jaxpr"] for e in traced.eqns if "jaxpr" in e.params and e.primitive.name == "pallas_call")
+    raw = kernel.invars[0]
+    reads = [n for n, e in enumerate(kernel.eqns) if e.primitive.name == "masked_load" and e.invars[0] is raw]
+    waits = [n for n, e in enumerate(kernel.eqns) if e.primitive.name == "reduce_max"]
+    assert reads
+    assert max(reads) < min(waits)
 
 
 # --- Several devices ---

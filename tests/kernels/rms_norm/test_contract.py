@@ -12,6 +12,7 @@ from ejkernel.modules import RmsNorm, rms_norm
 from ejkernel.modules.norms import NormArgumentError
 from ejkernel.modules.rms_norm import RmsNormConfig
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
+from ejkernel.ops.core.dispatch import UnsupportedCallError
 from tests.kernels.contract import OperationCase, check, check_inside_shard_map, through
 
 
@@ -82,6 +83,14 @@ def test_rows_may_be_sharded(platform):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backend_agrees_on_a_gpu(case, platform):
     check(RmsNorm, platform, case, oracle)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_tpu_backend_refuses_a_scale_or_a_residual_of_float16(which):
+    args = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4, 128), (128,), (4, 128))]
+    args[which] = jax.ShapeDtypeStruct(args[which].shape, "float16")
+    with pytest.raises(UnsupportedCallError, match="floats must be bfloat16 or float32, got float16"):
+        jax.eval_shape(through(RmsNorm, "pallas"), *args)
 
 
 def test_gradients_agree_where_a_program_has_several_blocks():
