@@ -14,7 +14,8 @@ from ejkernel.kernels.linear_cross_entropy import gradients
 from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeError, guess
 from ejkernel.kernels.linear_cross_entropy.rule import AxisNameError
 from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
-from ejkernel.modules.linear_cross_entropy import LossArgumentError
+from ejkernel.modules.linear_cross_entropy import LossArgumentError, LossGradients
+from ejkernel.ops.tuning import comparison
 from tests.kernels.contract import OperationCase, check
 
 CHUNKS = {
@@ -405,3 +406,12 @@ def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
         np.testing.assert_allclose(run(number), want, rtol=1e-6)
     with pytest.raises(LossArgumentError, match=rf"{name} must be .*, known while tracing, got a traced \w+\[\]"):
         jax.jit(run)(NUMBERS[name])
+
+
+def test_a_tuning_on_large_logits_of_16_bits_finds_its_guess_right():
+    rng = np.random.default_rng(0)
+    x, weights = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((32, 64), (64, 100)))
+    kernel, factor = LossGradients(), jnp.full(32, 1 / 32)
+    args, kwargs = kernel.prepare(x, weights, jnp.arange(32), None, factor)
+    got, want = kernel(*args, **kwargs), kernel.reference(*args, **kwargs)
+    assert comparison.mismatch(got, want) is None
