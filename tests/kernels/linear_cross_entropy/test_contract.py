@@ -343,6 +343,8 @@ def oracle_of_four(x, weights, labels):
         ({}, {"bias": [0.0] * 32}, "bias must be an array, got list"),
         ({}, {"z_loss": "1e-4"}, "z_loss must be a number, known while tracing, got '1e-4'"),
         ({}, {"ignore_index": "-100"}, "ignore_index must be an integer, known while tracing, got '-100'"),
+        ({}, {"z_loss": True}, "z_loss must be a number, known while tracing, got True"),
+        ({}, {"ignore_index": np.True_}, "ignore_index must be an integer, known while tracing, got np.True_"),
         ({}, {"ignore_index": 1.5}, "ignore_index must be an integer, known while tracing, got 1.5"),
         ({"weights": jnp.zeros((8, 32), "float8_e4m3fn")}, {}, "weights must have at least 16 bits, got float8_e4m3fn"),
         ({"weights": jnp.zeros((8, 0))}, {}, r"weights must not be empty, got shape \(8, 0\)"),
