@@ -74,7 +74,7 @@ def ls(
             rows[entry.origin != "pack"].append(_row(entry))
     own, shipped = rows[True], rows[False]
     if not own and not shipped and (device is not None or op is not None):
-        tell(why_nothing(list(open_store(store).entries()), "the store", device, op), error=True)
+        tell(why_nothing(list(open_store(store).entries()), "the store with its packs", device, op), error=True)
     header = ["DEVICE", "OP", "CALL KEY", "ARRAYS", "CONFIG", "STATE", "LAYER"]
     print_table(header, own)
     if not shipped:

@@ -143,8 +143,8 @@ def attend(
         bias = bias.astype(jnp.float32)
     if isinstance(scale, Tracer):
         # Kernels have it as a constant.
-        wide = jnp.promote_types(query.dtype, jnp.float32)
-        query, scale = (query.astype(wide) * scale).astype(query.dtype), 1.0
+        wide = np.promote_types(query.dtype, np.float32)
+        query, scale = (query.astype(wide) * scale.astype(wide)).astype(query.dtype), 1.0
     scale = None if scale is None else _number(scale)
     given = {"attention_mask": sight.mask, "softmax_scale": scale, **_segments(sight, query, key), **options}
     given |= _band(sight)
@@ -275,7 +275,7 @@ def _segments(sight: Sight, query: Array, key: Array) -> dict[str, Array]:
         shape = x.shape[:2]
         if lengths is None:
             return jnp.zeros(shape, jnp.int32)
-        return jnp.where(jnp.arange(shape[1]) < lengths[:, None], 0, after)
+        return jnp.where(jnp.arange(shape[1])[None] < lengths[:, None], 0, after)
 
     # Ids that grow along the sequence.
     return {"q_segment_ids": ids(query, sight.q_lengths, 1), "kv_segment_ids": ids(key, sight.kv_lengths, 2)}

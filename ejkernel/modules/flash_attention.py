@@ -25,6 +25,7 @@ from ejkernel.ops.core.operation import DifferentiableOperation
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import compute_capability
 from ejkernel.ops.utils.params import BwdParams, FwdParams
+from ejkernel.ops.utils.promotion import usual_promotion
 from ejkernel.ops.utils.services import services
 
 if TYPE_CHECKING:
@@ -398,7 +399,7 @@ def _are_whole(query: Any, key: Any, value: Any) -> bool:
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], cfg: FlashAttentionConfig | None) -> Any:
     if "platform" in kwargs and kwargs["platform"] == "reference":
-        return reference.attention(*Attention.of(*_kernel.prepare(*args, **kwargs)))
+        return usual_promotion()(reference.attention)(*Attention.of(*_kernel.prepare(*args, **kwargs)))
     return services.run(_kernel, cfg, args, kwargs)
 
 

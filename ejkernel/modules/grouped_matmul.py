@@ -292,10 +292,11 @@ def _check_values(sizes: Any, offset: Any, lhs: Any) -> None:
             f"group_sizes must be 0 or more and add up to {rows} rows at most, got a least size of {known.min()} and a "
             f"sum of {known.sum()}."
         )
-    first = _known(offset) if offset is not None and np.size(offset) == 1 else None
-    if first is not None and not 0 <= first.item() <= np.size(sizes):
+    known = _known(offset) if offset is not None and np.size(offset) == 1 else None
+    first = offset if isinstance(offset, int) else None if known is None else known.item()
+    if first is not None and not 0 <= first <= np.size(sizes):
         raise GroupedMatmulArgumentError(
-            f"group_offset must be from 0 to {np.size(sizes)}, the number of groups, got {first.item()}."
+            f"group_offset must be from 0 to {np.size(sizes)}, the number of groups, got {first}."
         )
 
 
@@ -390,12 +391,13 @@ def ragged_dot(
 def _dtype_name(dtype: Any) -> str:
     """The name of the dtype that arrays get: without 64 bits enabled, `float` is float32."""
     try:
-        return jax.dtypes.canonicalize_dtype(dtype).name
+        found = jax.dtypes.canonicalize_dtype(dtype)
+        if found == np.bool_ or jnp.issubdtype(found, np.number):
+            return found.name
     except TypeError:
-        got = static.described(dtype)
-        raise GroupedMatmulArgumentError(
-            f"preferred_element_type must be a dtype, known while tracing, got {got}."
-        ) from None
+        pass
+    got = static.described(dtype)
+    raise GroupedMatmulArgumentError(f"preferred_element_type must be a dtype, known while tracing, got {got}.")
 
 
 def _precision(precision: Any) -> Any:
@@ -403,14 +405,16 @@ def _precision(precision: Any) -> Any:
     if isinstance(precision, Tracer):
         got = static.described(precision)
         raise GroupedMatmulArgumentError(f"precision must be known while tracing, got {got}.")
-    if isinstance(precision, (tuple, list)):
+    if isinstance(precision, (tuple, list)) and len(precision) == 2:
         return tuple(map(_precision, precision))
+    if isinstance(precision, (str, jax.lax.Precision)):  # Not 1, or what equals it: True, an array.
+        try:
+            return jax.lax.Precision(precision).name.lower()
+        except ValueError:
+            pass
+    name: Any = getattr(precision, "name", precision)
     try:
-        return jax.lax.Precision(precision).name.lower()
-    except ValueError:
-        pass
-    try:
-        return jax.lax.DotAlgorithmPreset[getattr(precision, "name", precision)].name
+        return jax.lax.DotAlgorithmPreset[name].name
     except (KeyError, TypeError):
         raise GroupedMatmulArgumentError(
             "precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, or a pair of "

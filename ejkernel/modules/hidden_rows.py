@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.utils.promotion import usual_promotion
+
 Array = jax.Array
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 """What JAX puts in place of hidden logits, and so the log-sum-exp of a row of them."""
@@ -34,6 +36,7 @@ class Sight:
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
 
+    @usual_promotion()
     def hidden_rows(self, q_len: int, kv_len: int) -> Array | None:
         """Which rows see nothing, [batch or 1, q or 1, heads or 1]; None if none can be such a row."""
         out_of_reach = self.left is not None and q_len - 1 - self.left > kv_len - 1
@@ -82,6 +85,7 @@ class Sight:
 
 
 @jax.jit
+@usual_promotion()
 def with_means(out: Array, value: Array, hidden: Array) -> Array:
     """`out` [batch, q, heads, dim] with the mean of the values in the rows that are `hidden`."""
     mean = value.mean(axis=1, dtype=jnp.promote_types(value.dtype, jnp.float32)).astype(out.dtype)

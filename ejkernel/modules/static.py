@@ -16,7 +16,7 @@ from ejkernel.errors import EjkernelError
 def number(name: str, x: Any, error: Callable[[str], EjkernelError]) -> float:
     """As Python's, also of NumPy's and JAX's: these count as arrays, whose values tracing hides."""
     is_array = isinstance(x, (np.generic, np.ndarray, jax.Array)) and not isinstance(x, Tracer)
-    if isinstance(x, (int, float)) or (is_array and x.ndim == 0):
+    if not _is_truth(x) and (isinstance(x, (int, float)) or (is_array and x.ndim == 0)):
         return float(x)
     raise error(f"{name} must be a number, known while tracing, got {described(x)}.")
 
@@ -24,9 +24,11 @@ def number(name: str, x: Any, error: Callable[[str], EjkernelError]) -> float:
 def integer(name: str, x: Any, error: Callable[[str], EjkernelError]) -> int:
     """As `number`, for integers."""
     try:
-        return operator.index(x)
+        if not _is_truth(x):
+            return operator.index(x)
     except TypeError:
-        raise error(f"{name} must be an integer, known while tracing, got {described(x)}.") from None
+        pass
+    raise error(f"{name} must be an integer, known while tracing, got {described(x)}.")
 
 
 def flag(name: str, x: Any, error: Callable[[str], EjkernelError]) -> bool:
@@ -34,6 +36,11 @@ def flag(name: str, x: Any, error: Callable[[str], EjkernelError]) -> bool:
     if isinstance(x, (bool, np.bool_)):
         return bool(x)
     raise error(f"{name} must be True or False, known while tracing, got {described(x)}.")
+
+
+def _is_truth(x: Any) -> bool:
+    """Whether it is one of True and False, which Python takes for 1 and 0."""
+    return isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_
 
 
 def described(x: Any) -> str:

@@ -264,7 +264,7 @@ def test_verify_reads_the_configs_of_our_own_operations(run, tmp_path):
 
 def test_filters_that_match_nothing_say_so(run, filled):
     code, _, err = run("ls", "--op", "pkg.Opp")
-    assert (code, err) == (0, "--op: the store has no entries of 'pkg.Opp'. Did you mean 'pkg.Op'?\n")
+    assert (code, err) == (0, "--op: the store with its packs has no entries of 'pkg.Opp'. Did you mean 'pkg.Op'?\n")
     assert json.loads(run("show", "zz", "--json")[1]) == []
 
 

@@ -252,6 +252,8 @@ BAD = {
     "cum_seqlens_q and cum_seqlens_k count the same": lambda q, k, v: flash_attention(
         q, k, v, cum_seqlens_q=jnp.array([0, 24]), cum_seqlens_k=jnp.array([0, 4, 24])
     ),
+    "bias must be an array, got int": lambda q, k, v: flash_attention(q, k, v, bias=2**70),
+    "softmax_scale must be finite, .*got nan": lambda q, k, v: flash_attention(q, k, v, softmax_scale=float("nan")),
     "softmax_aux must be": lambda q, k, v: flash_attention(q, k, v, softmax_aux=jnp.zeros(7)),
     "dropout_prob must be in": lambda q, k, v: flash_attention(q, k, v, dropout_prob=1.5),
     "dropout_seed is needed": lambda q, k, v: flash_attention(q, k, v, dropout_prob=0.5),

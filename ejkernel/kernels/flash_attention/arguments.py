@@ -124,7 +124,7 @@ def canonical(
         dropout_seed=seed,
     )
     rules = Rules(
-        scale=head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale),
+        scale=head_dim**-0.5 if softmax_scale is None else _scale(softmax_scale),
         lower=lower,
         upper=upper,
         soft_cap=_soft_cap(logits_soft_cap),
@@ -205,6 +205,13 @@ def _sinks(aux: Any, heads: int) -> Any:
     if aux.shape[1] == 0:
         return None
     return aux if aux.shape[0] == heads else jnp.broadcast_to(aux, (heads, aux.shape[1]))
+
+
+def _scale(scale: Any) -> float:
+    scale = number("softmax_scale", scale)
+    if not math.isfinite(scale):
+        raise AttentionArgumentError(f"softmax_scale must be finite, or None for head_dim ** -0.5, got {scale}.")
+    return scale
 
 
 def _soft_cap(cap: Any) -> float | None:

@@ -27,7 +27,7 @@ def array(name: str, x: Any, where: str = "flash_attention") -> Any:
         return x
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise AttentionArgumentError(f"{name} must be an array, got {type(x).__name__}: {error}", where) from error
 
 

@@ -72,7 +72,7 @@ def packed(
     count = cum_q.shape[1] - 1
     q_ids, kv_ids = _segment_of(cum_q, q_len), _segment_of(cum_k, kv_len)
     start_q, start_k = _of_segment(cum_q[:, :-1], q_ids), _of_segment(cum_k[:, :-1], kv_ids)
-    q_positions, kv_positions = jnp.arange(q_len) - start_q, jnp.arange(kv_len) - start_k
+    q_positions, kv_positions = jnp.arange(q_len)[None] - start_q, jnp.arange(kv_len)[None] - start_k
     if isinstance(causal, str):
         longer = (cum_k[:, 1:] - cum_k[:, :-1]) - (cum_q[:, 1:] - cum_q[:, :-1])
         q_positions = q_positions + _of_segment(longer, q_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +14,11 @@ from ejkernel.kernels.linear_cross_entropy.params import kept_dtype
 from ejkernel.kernels.linear_cross_entropy.rule import Rows, Rule
 
 Array = jax.Array
+KIND = tuple(field.name for field in fields(Rule))
 
 
+# One program, like a backend's: XLA does not round logits that it fuses with what reads them.
+@partial(jax.jit, static_argnames=("reduction", "stats", *KIND))
 def plain(x: Array, weights: Array, labels: Array, bias: Any, *, reduction: str, stats: bool, **kind: Any) -> Any:
     """As the operation's backends."""
     rule = Rule(**kind)
@@ -21,6 +26,7 @@ def plain(x: Array, weights: Array, labels: Array, bias: Any, *, reduction: str,
     return rule.outputs(rule.rows(logits, bias, labels.reshape(-1)), labels, reduction, stats)
 
 
+@partial(jax.jit, static_argnames=KIND)
 def plain_gradients(
     x: Array, weights: Array, labels: Array, bias: Any, factor: Array, **kind: Any
 ) -> tuple[Rows, Gradients]:

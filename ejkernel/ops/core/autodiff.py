@@ -25,6 +25,16 @@ class GradientError(EjkernelError, TypeError):
     """A kernel's gradient does not fit its arguments, or is needed where there is none."""
 
 
+def checked_pair(owner: str, found: Any) -> tuple[Any, Any]:
+    """What `fwd_with_residuals` returned; an array would be taken for its rows."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    raise GradientError(
+        f"{owner}: fwd_with_residuals must return a pair, the output and what vjp needs (None if nothing), got "
+        f"{type(found).__name__}."
+    )
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class Note:

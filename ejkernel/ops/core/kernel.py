@@ -229,6 +229,10 @@ class Invocation(Generic[Cfg, Out]):
             if self.kernel is None:
                 raise KernelDefinitionError("Invocation needs kernel= or op_id=.")
             object.__setattr__(self, "op_id", self.kernel.op_id)
+        if not isinstance(self.args, (tuple, list)):  # An array would be taken for its rows.
+            raise KernelDefinitionError(
+                f"{self.op_id}: an Invocation's args must be a tuple, got {type(self.args).__name__}. Write args=(x,)."
+            )
         object.__setattr__(self, "args", tuple(self.args))
 
     @cached_property

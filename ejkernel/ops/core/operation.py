@@ -24,6 +24,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.workload import Workload
 from ejkernel.ops.utils import arguments
 from ejkernel.ops.utils.fingerprint import device_kind
+from ejkernel.ops.utils.promotion import usual_promotion
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -68,8 +69,8 @@ class Operation(Kernel[Cfg, Out]):
         cls.source_modules = tuple(sources)
         for backend, method in itertools.product(cls.__dict__.get("backends", ()), cls._by_backend):
             _bind(cls, method, backend)
-        if inspect.isfunction(own := cls.__dict__.get("reference")) and not _takes_platform(own):
-            cls.reference = _dropping_platform(own)
+        if inspect.isfunction(own := cls.__dict__.get("reference")):
+            cls.reference = usual_promotion()(own if _takes_platform(own) else _dropping_platform(own))
 
     def _check_cfg_type(self) -> None:
         cls, cfg_type = type(self).__name__, self.cfg_type
@@ -347,6 +348,7 @@ def _bind(cls: type[Operation[Any, Any]], method: str, backend: Backend) -> None
     if name in cls.__dict__:
         return
 
+    @usual_promotion()
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, f"{method}_on")(backend, *args, **kwargs)
 

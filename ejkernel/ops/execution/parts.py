@@ -291,10 +291,11 @@ class WholeCall:
             if pair is None:
                 continue
             try:
-                out, residuals = run(attempt, pair[0], *args, **kwargs)
+                found = run(attempt, pair[0], *args, **kwargs)
             except NotImplementedError as error:
                 reasons[attempt.platform] = str(error) or "not implemented"
             else:
+                out, residuals = autodiff.checked_pair(kernel.op_id, found)
                 return out, (residuals, out, autodiff.Note(attempt))
         raise dispatch.UnsupportedCallError(first.inv, reasons)
 

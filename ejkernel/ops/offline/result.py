@@ -33,9 +33,9 @@ class Entry:
     op_id: str
     call_key: str
     cfg: Any
-    statistics: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    signature: Mapping[str, Any] | None = field(default=None, compare=False)
-    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    statistics: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    signature: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     complete: bool = field(default=True, compare=False)
 
     @classmethod

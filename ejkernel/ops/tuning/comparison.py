@@ -143,5 +143,5 @@ def norm_mismatch(got: Any, want: Any, tolerances: Mapping[str, float]) -> str |
 
 @jax.jit
 def _norm_error(got: jax.Array, want: jax.Array) -> jax.Array:
-    got, want = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (got, want))
+    got, want = (x.astype(np.promote_types(x.dtype, np.float32)) for x in (got, want))
     return jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), jnp.finfo(want.dtype).tiny)

@@ -15,7 +15,8 @@ from ejkernel.kernels.linear_cross_entropy.params import ChunkParams, ChunkSizeE
 from ejkernel.kernels.linear_cross_entropy.rule import AxisNameError
 from ejkernel.kernels.linear_cross_entropy.triton_rule import TritonRule
 from ejkernel.modules import LinearCrossEntropy, LinearCrossEntropyConfig, linear_cross_entropy
-from ejkernel.modules.linear_cross_entropy import LossArgumentError
+from ejkernel.modules.linear_cross_entropy import LossArgumentError, LossGradients
+from ejkernel.ops.tuning import comparison
 from tests.kernels.contract import OperationCase, check
 
 CHUNKS = {
@@ -356,6 +357,8 @@ def oracle_of_four(x, weights, labels):
         ({}, {"bias": [0.0] * 32}, "bias must be an array, got list"),
         ({}, {"z_loss": "1e-4"}, "z_loss must be a number, known while tracing, got '1e-4'"),
         ({}, {"ignore_index": "-100"}, "ignore_index must be an integer, known while tracing, got '-100'"),
+        ({}, {"z_loss": True}, "z_loss must be a number, known while tracing, got True"),
+        ({}, {"ignore_index": np.True_}, "ignore_index must be an integer, known while tracing, got np.True_"),
         ({}, {"ignore_index": 1.5}, "ignore_index must be an integer, known while tracing, got 1.5"),
         ({"weights": jnp.zeros((8, 32), "float8_e4m3fn")}, {}, "weights must have at least 16 bits, got float8_e4m3fn"),
         ({"weights": jnp.zeros((8, 0))}, {}, r"weights must not be empty, got shape \(8, 0\)"),
@@ -419,3 +422,12 @@ def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
         np.testing.assert_allclose(run(number), want, rtol=1e-6)
     with pytest.raises(LossArgumentError, match=rf"{name} must be .*, known while tracing, got a traced \w+\[\]"):
         jax.jit(run)(NUMBERS[name])
+
+
+def test_a_tuning_on_large_logits_of_16_bits_finds_its_guess_right():
+    rng = np.random.default_rng(0)
+    x, weights = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((32, 64), (64, 100)))
+    kernel, factor = LossGradients(), jnp.full(32, 1 / 32)
+    args, kwargs = kernel.prepare(x, weights, jnp.arange(32), None, factor)
+    got, want = kernel(*args, **kwargs), kernel.reference(*args, **kwargs)
+    assert comparison.mismatch(got, want) is None

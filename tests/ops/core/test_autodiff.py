@@ -357,6 +357,15 @@ class BackwardElsewhere(OnlyForward):
         return dout, dout
 
 
+def test_a_forward_without_residuals_is_refused_and_not_taken_apart():
+    class Alone(OnlyBackward):
+        def fwd_with_residuals(self, x, y, *, cfg):
+            return jnp.stack([x, y])
+
+    with pytest.raises(GradientError, match=r"alone: fwd_with_residuals must return a pair.*got DynamicJaxprTracer"):
+        jax.grad(lambda x: new_executor()(Alone("alone"), x, X).sum())(X)
+
+
 @pytest.mark.parametrize(("cls", "missing"), [(OnlyForward, "vjp"), (OnlyBackward, "fwd_with_residuals")])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.jit], ids=["call", "grad", "jit"])
 def test_half_a_gradient_is_refused(cls, missing, transform):

@@ -452,6 +452,8 @@ def test_invocation_accepts_what_the_contract_lists():
         inv.args = ()
     with pytest.raises(KernelDefinitionError, match="needs kernel= or op_id="):
         Invocation()
+    with pytest.raises(KernelDefinitionError, match=r"args must be a tuple, got ArrayImpl. Write args=\(x,\)"):
+        Invocation(kernel=kernel, args=X)
 
 
 def test_version_is_in_the_call_key():

@@ -234,6 +234,11 @@ def test_file_is_plain_json(tmp_path):
     assert data["entries"][0]["op_id"] == "a"
 
 
+def test_a_printed_entry_is_short_whatever_was_measured():
+    entry = Entry("a", "1", 2, statistics={"candidates": [{}] * 99}, signature={"op": "a"}, provenance={"jax": "1"})
+    assert repr(entry) == "Entry(op_id='a', call_key='1', cfg=2, complete=True)"
+
+
 def test_result_travels_between_processes():
     result = AutotuningResult("d", (Entry("a", "1", Scale(2)),), ("x",))
     copy = pickle.loads(pickle.dumps(result))
