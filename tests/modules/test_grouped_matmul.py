@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import sys
 from functools import partial
 
 import jax
@@ -28,10 +29,12 @@ from ejkernel.ops import (
     Autotuner,
     ConfigSelectorChain,
     Executor,
+    Invocation,
     PersistentCache,
     autotune_lowered,
     set_default_executor,
 )
+from ejkernel.ops.utils import targets
 from tests.kernels.contract import OperationCase, check, check_inside_shard_map
 from tests.support import fully, table
 
@@ -462,3 +465,17 @@ def test_what_configs_of_drhs_are_compared_with_has_the_same_gradients():
         lambda a, b: kernel.reference(a, b, SIZES, None, groups=3, out_dtype="float32"),
     ]
     assert close(*(jax.vjp(fn, LHS, dout)[1](RHS) for fn in both))
+
+
+def test_a_kernel_whose_packages_are_missing_is_not_chosen(monkeypatch):
+    # JAX 0.10 does not install what Pallas' Mosaic dialect imports.
+    for name in ("mosaic", "mosaic_drhs"):
+        monkeypatch.setitem(sys.modules, f"ejkernel.kernels.grouped_matmul.{name}", None)
+    lhs, rhs, sizes = jnp.zeros((64, 128), "bfloat16"), jnp.zeros((4, 128, 256), "bfloat16"), jnp.full(4, 16)
+    with targets.compiling_for(targets.find("sm_90a")):
+        for kernel, arrays in ((GroupedMatmul(), (lhs, rhs, sizes)), (GroupedDrhs(), (lhs, lhs @ rhs[0], sizes))):
+            args, kwargs = kernel.prepare(*arrays)
+            inv = Invocation(kernel=kernel, args=args, kwargs=kwargs)
+            refusal = kernel.backend("mosaic").refusal(inv, backward=False, interpret=False)
+            assert "mosaic cannot be imported" in (refusal or "")
+            assert kernel.heuristic_cfg(inv).platform == "triton"

@@ -34,7 +34,9 @@ def unsupported(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
         return "this kernel takes no empty arrays"
     capability = ".".join(map(str, compute_capability()))
     facts = {"backward": backward, "scale": rules.scale, "compute_capability": capability}
-    return unsupported_arrays(query, key, value, **facts) or _not_importable()
+    if (reason := unsupported_arrays(query, key, value, **facts)) is None:
+        import ejkernel.kernels.flash_attention.mosaic  # noqa: F401 - it needs packages that JAX does not install.
+    return reason
 
 
 def _unsupported_bias(inv: Invocation[Any, Any], *, backward: bool) -> str | None:
@@ -55,15 +57,6 @@ def _unsupported_mask(extras: Extras) -> str | None:
         return (
             "this kernel takes either segments or a mask that is the same for all queries or keys; use segments alone"
         )
-    return None
-
-
-def _not_importable() -> str | None:
-    """Why Pallas' Mosaic dialect cannot be imported: it needs packages that JAX does not install."""
-    try:
-        import ejkernel.kernels.flash_attention.mosaic  # noqa: F401
-    except ImportError as error:
-        return f"cannot be imported: {error}"
     return None
 
 

@@ -53,8 +53,14 @@ class _Functions:
         raise NotImplementedError
 
     def unsupported(self, inv: Invocation[Any, Any], *, backward: bool) -> str | None:
-        """Why a call cannot be served; None if it can."""
-        return self.unfit(self.dims(inv))
+        """Why a call cannot be served; None if it can.
+
+        Raises:
+          ImportError: It could be, but the kernel cannot be imported.
+        """
+        if (reason := self.unfit(self.dims(inv))) is None:
+            _ = self._kernels
+        return reason
 
     def forward_space(self, inv: Invocation[Any, Any]) -> list[Any]:
         """The params to choose from, the guess first."""

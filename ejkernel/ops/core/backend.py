@@ -76,9 +76,9 @@ class Backend:
     def _unfit_call(self, inv: Invocation[Any, Any], backward: bool) -> str | None:
         try:
             unsupported = getattr(self.functions, "unsupported", None)
-        except ImportError as error:
+            return None if unsupported is None else unsupported(inv, backward=backward)
+        except ImportError as error:  # Of packages that JAX does not install, perhaps.
             return f"{self.platform} cannot be imported: {error}"
-        return None if unsupported is None else unsupported(inv, backward=backward)
 
     def space(self, inv: Invocation[Any, Any], *, backward: bool) -> Sequence[Any]:
         """The params to choose from, the guess first."""
