@@ -41,6 +41,7 @@ INTERPRETED = {
     "head dim 256, segments": (128, 128, 2, 256, None, 0, None, True),
     "head dims 192 and 128": (128, 136, 1, (192, 128), None, 0, 20.0, False),
     "head dims 80 and 72, odd lengths": (70, 131, 1, (80, 72), -90, 64, None, False),
+    "head dim 112, two blocks of keys": (70, 100, 1, 112, None, None, None, False),
     "head dims 192 and 128, segments in parts": (
         130,
         130,
