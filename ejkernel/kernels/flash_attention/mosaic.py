@@ -210,7 +210,9 @@ def _kernel(
     bias = None if bias_ref is None else Bias(bias_ref, key_axis=1)
     wg = lax.axis_index("warpgroup")
     block_kv, stages = cfg.block_kv, cfg.stages
-    wide = max(q_ref.shape[3], v_ref.shape[3]) > 128
+    dim = max(q_ref.shape[3], v_ref.shape[3])
+    # Pieces of columns have addresses of their own, and two blocks, one of which is masked, are no loop any more.
+    wide = dim > 128 or (dim > 96 and layout.plain and block_kv < band.kv_len < 2 * block_kv)
     tiles = Tiles(table=table_ref, band=band, cfg=cfg, heads=q_ref.shape[2], spans=bool(facts), wide=wide)
     count = tiles.count
 

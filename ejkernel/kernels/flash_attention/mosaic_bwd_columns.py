@@ -79,13 +79,13 @@ def consume(
                 held = meanwhile()
                 s = mma.result(s_acc, in_flight=1)
                 lse = scores.of_queries(mem.lse_smem.at[slot, own_queries])
-                p, t = scores.weights(s, lse, at.batch, head, at.col, row, hides)
+                p = scores.weights(s, lse, at.batch, head, at.col, row, hides)
                 # Waiting here also keeps ptxas (CUDA 13.0) from moving the wait for the product up, over the
                 # exponentials.
                 plgpu.barrier_wait(mem.ds_free.at[buffer])
                 p = scores.restored(p, at.batch, head, row)
-                store_columns(mem.p_smem.at[buffer], wg, p.astype(dtype), interpret=mma.interpret)
-                ds = scores.gradient(p, t, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot, own_queries]))
+                store_columns(mem.p_smem.at[buffer], wg, p.plain.astype(dtype), interpret=mma.interpret)
+                ds = scores.gradient(p, mma.result(dp_acc), scores.of_queries(mem.delta_smem.at[slot, own_queries]))
                 store_columns(mem.ds_smem.at[buffer, 0], wg, ds.astype(dtype), interpret=mma.interpret)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mem.ds_full.at[buffer])

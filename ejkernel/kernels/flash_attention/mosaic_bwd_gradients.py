@@ -70,13 +70,12 @@ def consume(
         buffer = lax.rem(step + n, jnp.int32(2))
         head, row = at.place(n)
         hides = facts_hide(facts, at.cut(row), at.batch, at.col, row, shape)
-        p, t = scores.weights(s, lse, at.batch, head, at.col, row, hides)
+        p = scores.weights(s, lse, at.batch, head, at.col, row, hides)
         p = scores.restored(p, at.batch, head, row)
         plgpu.barrier_wait(mem.ds_free.at[buffer])
-        # The cap's derivative goes along: the gradient of the scores is the product of all three.
-        mem.p_smem.at[buffer][...] = p if scores.soft_cap is None else p * (1.0 - t * t)
+        mem.p_smem.at[buffer][...] = p.sloped
         plgpu.barrier_arrive(mem.ds_full.at[buffer])
-        return p.astype(dtype)
+        return p.plain.astype(dtype)
 
     def gradient(n: Any, step: Any, dp: jax.Array, delta: jax.Array) -> jax.Array:
         """Returns the gradient of the scores of a step."""

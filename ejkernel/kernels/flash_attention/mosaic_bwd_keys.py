@@ -74,11 +74,11 @@ def consume(
                 mma.multiply(dp_acc, v_tile, do_tile, b_t=True)
                 s = mma.result(s_acc, in_flight=1)
                 lse = scores.of_queries(mem.lse_smem.at[slot])
-                p, t = scores.weights(s, lse, at.batch, head, own_col, row, hides)
+                p = scores.weights(s, lse, at.batch, head, own_col, row, hides)
                 dp = mma.result(dp_acc)
                 p = scores.restored(p, at.batch, head, row)
-                ds = scores.gradient(p, t, dp, scores.of_queries(mem.delta_smem.at[slot]))
-                return p.astype(dtype), ds.astype(dtype)
+                ds = scores.gradient(p, dp, scores.of_queries(mem.delta_smem.at[slot]))
+                return p.plain.astype(dtype), ds.astype(dtype)
 
             p, ds = mma.scoped(weights, scores_shape, scores_shape)
 

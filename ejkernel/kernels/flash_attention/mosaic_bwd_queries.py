@@ -222,11 +222,11 @@ def _kernel(
                     plgpu.barrier_wait(mem.v_full.at[v])
                     mma.multiply(dp_acc, do_tile, mem.v_smem.at[v], b_t=True)
                     s = mma.result(s_acc, in_flight=1)
-                    p, t = scores.weights(s, lse, batch, head, (start + n) * block_kv, row, hides)
+                    p = scores.weights(s, lse, batch, head, (start + n) * block_kv, row, hides)
                     dp = mma.result(dp_acc)
                     plgpu.barrier_arrive(mem.v_free.at[v])
                     p = scores.restored(p, batch, head, row)
-                    return scores.gradient(p, t, dp, delta).astype(q_ref.dtype)
+                    return scores.gradient(p, dp, delta).astype(q_ref.dtype)
 
                 ds = mma.scoped(gradient, narrow, narrow)
 

@@ -19,7 +19,18 @@ from ejkernel.kernels.flash_attention.mosaic_bits import BITS
 from ejkernel.kernels.flash_attention.mosaic_mask import Band
 
 _LOG2E = math.log2(math.e)
+_FAR = -1e19  # Hides a key before the cap's factor: its weight is zero, and the derivative of the cap still finite.
 _VECTORS = (plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0))  # Along the rows, along the columns.
+
+
+class Weights(NamedTuple):
+    """The weights of a tile, and the same times the derivative of the soft cap, which `gradient` needs.
+
+    The derivative itself would take as many registers once more, until the gradient of the weights is there.
+    """
+
+    plain: jax.Array
+    sloped: jax.Array
 
 
 class Hides(NamedTuple):
@@ -58,42 +69,53 @@ class Scores:
 
     def weights(
         self, s: jax.Array, lse: jax.Array, batch: Any, head: Any, col: Any, row: Any, hides: Hides | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights of a tile from key `col` and query `row` on, and what `gradient` needs."""
+    ) -> Weights:
+        """Returns the weights of a tile from key `col` and query `row` on."""
         t = s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
-        capped = t if self.soft_cap is None else self.soft_cap * t
-        if self.bias is not None:
-            found = self.bias.of_tile(batch, head, *((col, row) if self.query_axis else (row, col)), s.shape)
-            capped = self.bias.added(capped if self.soft_cap is not None else capped * self.scale, found)
-        if hides is not None or self.band.upper is not None or self.band.lower is not None or self.ragged:
-            cut = self._cuts(col, row, s.shape, hides)
-            capped = lax.cond(cut, lambda x: self._masked(x, col, row, hides), lambda x: x, capped)
         along_keys = lambda x: lax.broadcast_in_dim(x, s.shape, [self.query_axis])
-        if self.bias is not None:
-            p = jnp.exp2((capped - along_keys(lse)) * _LOG2E)
-        else:
+        if self.bias is None:
+            # Before the factor of the cap, so that there is one array at the branch, not the result beside `t`.
+            t = self._hidden(t, -jnp.inf if self.soft_cap is None else _FAR, col, row, hides)
+            capped = t if self.soft_cap is None else self.soft_cap * t
             factor = _LOG2E if self.soft_cap is not None else self.scale * _LOG2E
             p = jnp.exp2(capped * factor - along_keys(lse))
-        return lax.optimization_barrier(p), t
+        else:
+            found = self.bias.of_tile(batch, head, *((col, row) if self.query_axis else (row, col)), s.shape)
+            capped = self.bias.added(t * (self.scale if self.soft_cap is None else self.soft_cap), found)
+            # After the bias, beside which nothing but -inf may be far enough.
+            p = jnp.exp2((self._hidden(capped, -jnp.inf, col, row, hides) - along_keys(lse)) * _LOG2E)
+        if self.soft_cap is None:
+            p = lax.optimization_barrier(p)
+            return Weights(p, p)
+        return Weights(*lax.optimization_barrier((p, p * (1.0 - t * t))))
 
-    def restored(self, p: jax.Array, batch: Any, head: Any, row: Any) -> jax.Array:
+    def restored(self, weights: Weights, batch: Any, head: Any, row: Any) -> Weights:
         """Returns the weights with the factor that they miss because their log-sum-exp was rounded."""
         if self.rest is None:
-            return p
-        rest = self.of_queries(self.rest.at[batch, head, pl.ds(row, p.shape[self.query_axis])], optimized=False)
+            return weights
+        shape = weights.plain.shape
+        rest = self.of_queries(self.rest.at[batch, head, pl.ds(row, shape[self.query_axis])], optimized=False)
         share = jnp.exp2(-rest) if self.bias is None else jnp.exp2(rest * -_LOG2E)
-        return p * lax.broadcast_in_dim(share, p.shape, [self.query_axis])
+        factor = lax.broadcast_in_dim(share, shape, [self.query_axis])
+        p = weights.plain * factor
+        return Weights(p, p if self.soft_cap is None else weights.sloped * factor)
 
-    def gradient(self, p: jax.Array, t: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
+    def gradient(self, weights: Weights, dp: jax.Array, delta: jax.Array) -> jax.Array:
         """Returns the gradient of the scores, still to be scaled."""
-        ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [self.query_axis]))
-        return ds if self.soft_cap is None else ds * (1.0 - t * t)
+        return weights.sloped * (dp - lax.broadcast_in_dim(delta, dp.shape, [self.query_axis]))
 
     @property
     def _key_axis(self) -> int:
         return 1 - self.query_axis
 
-    def _masked(self, s: jax.Array, col: Any, row: Any, hides: Hides | None) -> jax.Array:
+    def _hidden(self, s: jax.Array, far: float, col: Any, row: Any, hides: Hides | None) -> jax.Array:
+        """Puts `far` where a query does not see a key."""
+        if hides is None and self.band.upper is None and self.band.lower is None and not self.ragged:
+            return s
+        cut = self._cuts(col, row, s.shape, hides)
+        return lax.cond(cut, lambda x: self._masked(x, far, col, row, hides), lambda x: x, s)
+
+    def _masked(self, s: jax.Array, hidden: float, col: Any, row: Any, hides: Hides | None) -> jax.Array:
         columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         rows = plgpu.broadcasted_iota(jnp.int32, s.shape[:1], 0, layout=_VECTORS[0])
         # Bounds of the columns are vectors along the rows, two registers per thread; a matrix of differences would need
@@ -102,19 +124,19 @@ class Scores:
         for offset, is_upper in ((self.band.upper, True), (self.band.lower, False)):
             if offset is not None:
                 bound = lax.broadcast_in_dim(rows - offset if self.query_axis else rows + offset, s.shape, [0])
-                s = jnp.where(columns <= bound if is_upper != bool(self.query_axis) else columns >= bound, s, -jnp.inf)
+                s = jnp.where(columns <= bound if is_upper != bool(self.query_axis) else columns >= bound, s, hidden)
         if self.ragged:
             # Keys past the end are zeros, but their weights may be infinite.
             keys = lax.broadcast_in_dim(rows + row, s.shape, [0]) if self.query_axis else columns + col
-            s = jnp.where(keys < self.band.kv_len, s, -jnp.inf)
+            s = jnp.where(keys < self.band.kv_len, s, hidden)
         if hides is not None and hides.words:
-            s = jnp.where(_bits(hides.words, columns) != 0, s, -jnp.inf)
+            s = jnp.where(_bits(hides.words, columns) != 0, s, hidden)
         if hides is not None and hides.queries is not None:
             q_ids = self.of_queries(hides.queries, optimized=hides.optimized)
             q_ids = lax.broadcast_in_dim(q_ids, s.shape, [self.query_axis])
             kv_ids = load_with_layout(hides.keys, layout=_VECTORS[self._key_axis], optimized=hides.optimized)
             same = q_ids == lax.broadcast_in_dim(kv_ids, s.shape, [self._key_axis])
-            s = jnp.where(same, s, -jnp.inf)
+            s = jnp.where(same, s, hidden)
         return s
 
     def _cuts(self, col: Any, row: Any, shape: tuple[int, ...], hides: Hides | None) -> Any:

@@ -45,7 +45,8 @@ class Piece(NamedTuple):
 class Tiles:
     """The tiles of the running block, read from a table; `spans` says that the table has the key blocks, too.
 
-    Without them, they follow from the band. `wide` is whether a head has more than 128 columns.
+    Without them, they follow from the band. `wide` is whether a head has so many columns that
+    addresses must not be held over the loop.
     """
 
     table: Any

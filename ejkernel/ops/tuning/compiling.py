@@ -22,7 +22,8 @@ from ejkernel.ops.tuning import ahead, schedule
 from ejkernel.ops.tuning.schedule import KernelSchedule
 from ejkernel.ops.utils import targets
 
-_SPILLS = re.compile(r"(\d+) bytes spill stores")
+# In a warning; in a list of properties the same number may come once more.
+_SPILLS = re.compile(r"spilled to local memory in function .*?, (\d+) bytes spill stores")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 

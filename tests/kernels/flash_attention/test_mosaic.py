@@ -49,6 +49,7 @@ INTERPRETED = {
         *(136, 70, 1, (256, 128), None, None, None, False),
         {"split": "columns", "stages": 2, "dq_v_stages": 1, "splits": 2},
     ),
+    "head dim 112, two blocks of keys": (70, 100, 1, 112, None, None, None, False),
     "head dims 192 and 128, segments in parts": (
         130,
         130,
