@@ -99,12 +99,16 @@ def _recorded(path: Path) -> tuple[list[Call], list[str]]:
     return calls, missing if calls or missing else [f"{path}: the record has no calls."]
 
 
+def no_labels(path: Path) -> str:
+    """What is said of a program in which nothing was found."""
+    return f"{path}: the program has no labels; the text of a Lowered has them only with as_text(debug_info=True)."
+
+
 def _labelled(path: Path, specs_file: Path | None) -> tuple[list[Call], list[str]]:
     labels = lowered.labels_of(path)
     calls, missing = lowered.match(labels, specs_file)
     if not labels:
-        hint = "the text of a Lowered has them only with as_text(debug_info=True)."
-        return [], [f"{path}: the program has no labels; {hint}"]
+        return [], [no_labels(path)]
     if missing and specs_file is None:
         missing = [f"{path}: which calls its labels stand for is not known here; --specs record.json says it."]
     return calls, missing

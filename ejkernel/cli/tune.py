@@ -157,6 +157,8 @@ def labels(
     known = {(s["op_id"], s["call_key"]): s["signature"] for s in (specs.read(specs_file) if specs_file else [])}
     if as_json:
         print_json([{"op_id": p.op_id, "call_key": p.call_key, "prefix": p.prefix} for p in found])
+    elif not found:
+        tell(calls.no_labels(program), error=True)
     else:
         signature = lambda p: p.signature or known.get((p.op_id, p.call_key))
         print_table(["OP", "CALL KEY", "ARRAYS"], [[p.op_id, p.call_key, short_arguments(signature(p))] for p in found])

@@ -341,7 +341,9 @@ def test_command_finds_kernels_of_the_current_directory(tmp_path):
 
 def test_labels_of_a_program_without_any_is_exit_code_1(capsys, tmp_path):
     (tmp_path / "p.hlo").write_text("HloModule nothing\n")
-    assert ejkernel(capsys, "labels", tmp_path / "p.hlo")[0] == 1
+    code, out, err = ejkernel(capsys, "labels", tmp_path / "p.hlo")
+    assert (code, out) == (1, "")
+    assert "p.hlo: the program has no labels" in err
 
 
 def test_arrays_are_read_in_either_spelling():
