@@ -210,23 +210,16 @@ def spilled(shape, backward, folder, **rules):
     return int(re.findall(r"\d+", found.fault)[0] if found.fault else 0)
 
 
-@pytest.mark.parametrize(("dim", "bias", "most"), [(64, (2, 1, 1), 0), (128, (1, 8, 2048), 0), (256, (1, 8, 2048), 32)])
+# In the backward most of it is there without a bias, too; one of its kernels is for the bias' own gradient.
+@pytest.mark.parametrize(
+    ("dim", "bias", "most"),
+    [(64, (2, 1, 1), (0, 200)), (128, (1, 8, 2048), (0, 60)), (256, (1, 8, 2048), (32, 400))],
+)
 def test_a_bias_leaves_registers_for_the_rest(dim, bias, most, monkeypatch, tmp_path):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    shapes = (*((((2, 2048, 8, dim), "bfloat16"),) * 3), ((*bias, 2048), "bfloat16"))
-    forward, backward = calls(
-        TARGETS["sm_90a"],
-        "flash_attention",
-        Workload(name="bias", device="gpu", shapes=shapes, kwargs={"causal": True}),
-    )
-    for inv, kernels in ((forward, 1), (backward, 3)):  # Of the backward one is for the bias' own gradient.
-        with targets.compiling_for(TARGETS["sm_90a"]):
-            cfg = OPERATIONS["flash_attention"].cfg_on("mosaic", inv, backward=inv is backward)
-        assert compiled(TARGETS["sm_90a"], inv, "mosaic", cfg.bwd_params or cfg.fwd_params).kernels == kernels
-    found = compiling.report(
-        "sm_90a", forward.kernel, forward, OPERATIONS["flash_attention"].cfg_type(platform="mosaic"), str(tmp_path)
-    )
-    assert int(re.findall(r"\d+", found.fault)[0] if found.fault else 0) <= most, found.fault
+    rules = {"causal": True, "bias": jax.ShapeDtypeStruct((*bias, 2048), "bfloat16")}
+    for backward, bytes_ in enumerate(most):
+        assert spilled((2, 2048, 8, dim), bool(backward), str(tmp_path), **rules) <= bytes_
 
 
 def test_memory_of_a_cluster_is_released_when_all_warps_have_read_it(monkeypatch, capfd):
