@@ -30,8 +30,8 @@ class AutotunePolicy:
     """Policy of a selector.
 
     Attributes:
-      autotune: On a miss, guess (`"off"`, False), measure (`"on"`, True), note the miss and guess (`"record"`), or
-        raise (`"frozen"`).
+      autotune: On a miss, use the nearest tuned shape's config or guess (`"off"`, False), measure (`"on"`, True), note
+        the miss and do as `"off"` (`"record"`), or raise (`"frozen"`).
       transfer: Whether a miss may use the config that was tuned for the nearest shape.
       stale: What to do with a stored config whose kernel or toolchain has changed since: use it, tune again, or
         ignore it. By default what `EJKERNEL_STALE` says, or use it.
