@@ -60,7 +60,7 @@ _HOMES = {
     "ops.tuning.racing": ("RaceError",),
     "ops.tuning.schedule": ("ScheduleError",),
     "ops.tuning.search.space": ("SpaceError",),
-    "ops.tuning.session": ("TuningError",),
+    "ops.tuning.session": ("TuningError", "TuningRefusedError"),
     "ops.tuning.shortfall": ("TuningWarning",),
     "ops.tuning.stopwatch": ("BenchmarkError",),
     "ops.tuning.timers.base": ("TimerError",),

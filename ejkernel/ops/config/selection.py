@@ -406,7 +406,10 @@ class ConfigSelectorChain:
                 self._warn_of_symbols(inv)
             return Tier("heuristic", heuristic(inv, kernel))
         if policy.autotune == "on":
-            return Tier("autotune", self._tune(inv, kernel, policy))
+            try:
+                return Tier("autotune", self._tune(inv, kernel, policy))
+            except NotImplementedError as refusal:  # From inside the backend: the call goes on to the next one.
+                return Tier("heuristic", heuristic(inv, kernel), str(refusal))
         if policy.autotune == "frozen":
             raise ConfigNotFoundError(self._miss(inv, kernel))
         if policy.autotune == "record":

@@ -40,6 +40,10 @@ class TuningError(EjkernelError, RuntimeError):
     """No candidate could be measured; the message gives the reasons."""
 
 
+class TuningRefusedError(TuningError, NotImplementedError):
+    """Every candidate raised NotImplementedError: the backend refuses the call from inside."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Effort:
     """How much to try, and how hard to measure."""
@@ -374,7 +378,8 @@ class Session:
         }
         if roster.best is None:
             if not self._over or (fallback := self._untested()) is None:
-                raise TuningError(_nothing(self.outline.name, candidates))
+                refused = all(c.reason.startswith(f"{NotImplementedError.__name__}:") for c in candidates)
+                raise (TuningRefusedError if refused else TuningError)(_nothing(self.outline.name, candidates))
             return Tuning(cfg=self._cfg(fallback), complete=False, measurement=None, speedup=None, timer=timer, **facts)
         whole = self._finished and not unfinished
         if not self._results:

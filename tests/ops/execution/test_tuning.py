@@ -31,7 +31,7 @@ from ejkernel.ops import (
     record_invocation,
 )
 from ejkernel.ops.config.selection import ConfigNotFoundError
-from ejkernel.ops.execution.tuning import RecordedCallsError
+from ejkernel.ops.execution.tuning import RecordedCallsError, TuningError
 from tests.support import new_executor
 from tests.tuning_kernels import FAST, MIDDLE, SLOW, Doubling, Gathering, OwnBackward, Referenced, Work, call
 
@@ -215,6 +215,27 @@ def test_on_measures_at_the_first_call_and_never_again(store, counted):
     other(Doubling(), X)
     assert other.explain(Doubling(), X).tier == "persistent"
     assert Counted.tunings == 1
+
+
+class RefusesInside(Doubling):
+    """Its first backend refuses long vectors while it runs; plain `run` serves them."""
+
+    def run_xla(self, x, *, cfg):
+        if x.size > 16:
+            raise NotImplementedError("too long")
+        return self.run(x, cfg=cfg)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_on_goes_to_the_next_backend_where_one_refuses_from_inside(store, isolation):
+    tuner = Autotuner(progress=False, isolation=isolation)
+    executor = Executor(ConfigSelectorChain(persistent=store, autotune=True, tuner=tuner))
+    run = lambda x: executor(RefusesInside(), x)
+    np.testing.assert_allclose(run(X), 2 * X)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: run(x).sum()))(X), jnp.full_like(X, 2))
+    assert len(store) == 0
+    with pytest.raises(TuningError, match="too long"):
+        autotune(RefusesInside(), X, tuner=tuner)
 
 
 def test_record_notes_the_miss_and_guesses(store, counted):
