@@ -67,6 +67,6 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
             continue
         try:
             found[name] = _PYTHON[value] if value in _PYTHON else json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # No JSON; or thousands of digits or brackets.
             found[name] = value
     return found

@@ -91,7 +91,8 @@ def _info(store: str | None) -> dict[str, Any]:
     from ejkernel.ops.tuning import timers
     from ejkernel.ops.utils.fingerprint import current_device, device_fingerprint
 
-    cache = open_store(store)
+    # What is stale plays no part here: a wrong EJKERNEL_STALE is one of the problems to show.
+    cache = open_store(store, stale="use")
     versions = {name: provenance.version(name) for name in _PACKAGES}
     return {
         "ejkernel": ejkernel.__version__,

@@ -11,12 +11,12 @@ from ejkernel.cli.output import check_file, counted
 from ejkernel.errors import EjkernelError
 from ejkernel.ops.store import packs
 from ejkernel.ops.store.entry import StoredEntry
-from ejkernel.ops.store.persistent import PersistentCache, StoreSettingError
+from ejkernel.ops.store.persistent import PersistentCache, Stale, StoreSettingError
 
 
-def open_store(path: str | None) -> PersistentCache:
+def open_store(path: str | None, *, stale: Stale | None = None) -> PersistentCache:
     """The store in a directory, which need not exist yet, or the default one."""
-    cache = PersistentCache(path)
+    cache = PersistentCache(path, stale=stale)
     if cache.path.exists() and not cache.path.is_dir():
         raise StoreSettingError(f"--store: {cache.path} is a file; a store is a directory. Packs go as arguments.")
     return cache

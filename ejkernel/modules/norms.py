@@ -38,6 +38,7 @@ class NormArgumentError(EjkernelError, ValueError):
 
 def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
     """The arguments fit each other."""
+    check_x(where, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise NormArgumentError(f"x must be of a floating dtype, got {x.dtype}.", where)
     for name, a in (*per_column.items(), ("residual", residual)):
@@ -50,6 +51,14 @@ def check(where: str, x: Any, residual: Any, **per_column: Any) -> None:
             raise NormArgumentError(f"{name} must have shape {x.shape[-1:]}, got {a.shape}.", where)
     if residual is not None and residual.shape != x.shape:
         raise NormArgumentError(f"residual must have the shape of x, {x.shape}, got {residual.shape}.", where)
+
+
+def check_x(where: str, x: Any) -> None:
+    """There is an axis to normalise."""
+    if not arguments.is_array(x):
+        raise NormArgumentError(f"x must be an array, got {type(x).__name__}.", where)
+    if x.ndim == 0:
+        raise NormArgumentError("x must have at least one axis, got a scalar.", where)
 
 
 def number(where: str, name: str, x: Any) -> float:
@@ -67,10 +76,7 @@ def over_axis(
     **shared: Any,
 ) -> Any:  # fmt: skip
     """The call with the axis as the last, and its results with the axis where it was."""
-    if not arguments.is_array(x):
-        raise NormArgumentError(f"x must be an array, got {type(x).__name__}.", kernel.op_id)
-    if x.ndim == 0:
-        raise NormArgumentError("x must have at least one axis, got a scalar.", kernel.op_id)
+    check_x(kernel.op_id, x)
     if not -x.ndim <= (axis := static.integer("axis", axis, partial(NormArgumentError, where=kernel.op_id))) < x.ndim:
         raise NormArgumentError(f"axis must be in [{-x.ndim}, {x.ndim}), got {axis}.", kernel.op_id)
     axis %= x.ndim

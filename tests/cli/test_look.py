@@ -103,6 +103,13 @@ def test_info_tells_devices_versions_store_and_backends(capsys, tmp_path):
     assert os.environ["EJKERNEL_CACHE_DIR"] in out
 
 
+def test_info_shows_the_rest_when_the_stores_own_variable_is_wrong(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_STALE", "sometimes")
+    code, out, err = ejkernel(capsys, "info")
+    assert (code, err) == (1, "EJKERNEL_STALE: 'sometimes' is not one of 'use', 'retune', 'ignore'.\n")
+    assert os.environ["EJKERNEL_CACHE_DIR"] in out
+
+
 def test_info_names_variables_with_wrong_values(capsys, monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "sometimes")
     for options in ((), ("--json",)):

@@ -362,6 +362,7 @@ def test_settings_are_json_or_text():
     assert parse_settings(["a=true", "b=1.5", "c=text", "d=[1, 2]", "e="]) == {
         "a": True, "b": 1.5, "c": "text", "d": [1, 2], "e": "",
     }  # fmt: skip
+    assert parse_settings([f"a={'9' * 5000}", f"b={'[' * 50_000}"]) == {"a": "9" * 5000, "b": "[" * 50_000}
     assert parse_settings(["a=True", "b=False", "c=None"]) == {"a": True, "b": False, "c": None}  # As in Python.
 
 

@@ -92,14 +92,16 @@ def is_candidate(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) 
 def leaves_no_choice(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> bool:
     """Whether the guess is the only possible config for `inv`, and cannot be measured either.
 
-    That is so for a kernel that needs concrete values, which a compiled program does not have, and for an abstract call
-    with integers, which only the kernel's `example_inputs` could supply.
+    That is so for a kernel that needs concrete values, which a compiled program does not have, for an abstract call
+    with integers, which only the kernel's `example_inputs` could supply, and for a kernel without configs, whose guess
+    is None.
     """
-    owner = source_of(kernel)
+    owner, guess = source_of(kernel), heuristic(inv, kernel)
     made_up = inv.is_abstract and getattr(owner, "example_inputs", None) is None
-    if owner.jit and not (made_up and any(map(_has_unknown_integers, jax.tree.leaves((inv.args, dict(inv.kwargs)))))):
+    unknown = made_up and any(map(_has_unknown_integers, jax.tree.leaves((inv.args, dict(inv.kwargs)))))
+    if owner.jit and guess is not None and not unknown:
         return False
-    space, guess = candidates(inv, kernel), heuristic(inv, kernel)
+    space = candidates(inv, kernel)
     if isinstance(space, Mapping):
         return _in_space(space, guess) and all(callable(values) or len(list(values)) == 1 for values in space.values())
     return all(same_cfg(cfg, guess) for cfg in space)

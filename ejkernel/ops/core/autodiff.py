@@ -27,12 +27,19 @@ class GradientError(EjkernelError, TypeError):
 
 def checked_pair(owner: str, found: Any) -> tuple[Any, Any]:
     """What `fwd_with_residuals` returned; an array would be taken for its rows."""
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
-    raise GradientError(
-        f"{owner}: fwd_with_residuals must return a pair, the output and what vjp needs (None if nothing), got "
-        f"{type(found).__name__}."
-    )
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise GradientError(
+            f"{owner}: fwd_with_residuals must return a pair, the output and what vjp needs (None if nothing), got "
+            f"{type(found).__name__}."
+        )
+    for path, x in _leaves_with_paths(found[1]):
+        if not (arguments.is_array(x) or isinstance(x, (bool, int, float, complex))):
+            where = jax.tree_util.keystr(path)
+            raise GradientError(
+                f"{owner}: what fwd_with_residuals returns for vjp must be arrays, got a {type(x).__name__}"
+                f"{f' at {where}' if where else ''}. vjp gets the config and the call's arguments anyway."
+            )
+    return found
 
 
 @jax.tree_util.register_static

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from ejkernel import _compat
+from ejkernel.ops.core.kernel import KernelDefinitionError
 from ejkernel.ops.utils import arguments
 
 Flat = Callable[..., Sequence[Any]]
@@ -131,7 +132,21 @@ def _batch(
     outs = None if fixed or closed_over else batching.batched(batch, operands[consts:], dims[consts:])
     if outs is None:
         outs = batch.vmap(functools.partial(_run, **params), dims)(*operands)
+    else:
+        _check_batch(outs, params["jaxpr"].out_avals, batch.size, params["name"])
     return outs, (0,) * len(outs)
+
+
+def _check_batch(outs: Sequence[Any], single: Sequence[Any], size: int, name: str) -> None:
+    """Refuses what a kernel returned for a batch if it is not what one call returns, with the batch axis first."""
+    got = [(tuple(x.shape), x.dtype) for x in outs]
+    want = [((size, *x.shape), x.dtype) for x in single]
+    if got != want:
+        told = lambda kinds: ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds) or "nothing"
+        raise KernelDefinitionError(
+            f"{name}: run_batched, or run with leading_batch, must return for a batch of {size} what one call returns, "
+            f"with the batch axis first: {told(want)}. It returned {told(got)}."
+        )
 
 
 def _lower(ctx: Any, *operands: Any, batching: Batching, consts: int, fixed: bool, **params: Any) -> Any:

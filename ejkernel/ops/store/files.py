@@ -138,9 +138,11 @@ def _write(path: Path, data: bytes) -> Stamp:
         finally:
             os.close(fd)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # A full disk does not say of which file.
         raise
     _sync_directory(path.parent)
     return written

@@ -231,7 +231,11 @@ def _on_device(problem: Problem) -> list[jax.Array]:
 
 
 def _failed(error: BaseException, where: str = "") -> Rejected:
-    return Rejected("failed", f"{where}{type(error).__name__}: {error}{_place(error)}")
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the text of a kernel's own error may be made by code that fails, too.
+        text = "its text cannot be made"
+    return Rejected("failed", f"{where}{type(error).__name__}: {text}{_place(error)}")
 
 
 def _place(error: BaseException) -> str:

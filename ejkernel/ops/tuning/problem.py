@@ -119,7 +119,7 @@ def from_call(
     prove_gradient = gradients.prover(inv, kernel, args, kwargs, mismatch, refused, by_guess=whole)
     if whole:
         make_fn = lambda cfg: _both(runner(cfg), gradients.under_gradient(inv, kernel, cfg))
-        compare = _mismatch_of_both(mismatch)
+        compare = _mismatch_of_both(kernel, mismatch)
         return Problem(inv.op_id, make_fn, args, kwargs, mismatch=compare, prove_gradient=prove_gradient)
     return Problem(
         inv.op_id,
@@ -170,11 +170,21 @@ def _both(run: Callable[..., Any], under_gradient: Callable[..., Any] | None) ->
     return both
 
 
-def _mismatch_of_both(mismatch: Callable[[Any, Any], str | None]) -> Callable[[Any, Any], str | None]:
+def _mismatch_of_both(
+    kernel: Kernel[Any, Any], mismatch: Callable[[Any, Any], str | None]
+) -> Callable[[Any, Any], str | None]:
+    # A kernel's own comparison knows outputs and gradients; of residuals only its tolerance says something.
+    of_saved = mismatch
+    if BackwardKernel.of(kernel) is not None:
+        of_saved = partial(comparison.mismatch, tolerance=getattr(kernel, "tolerance", None))
+
     def compare(got: Any, want: Any) -> str | None:
         if (reason := mismatch(got[0], want[0])) is not None:
             return reason
-        reason = comparison.mismatch(got[1], want[1])
+        if got[1] is None or want[1] is None:
+            reason = comparison.mismatch(got[1], want[1])
+        else:
+            reason = mismatch(got[1][0], want[1][0]) or of_saved(got[1][1], want[1][1])
         return None if reason is None else f"{UNDER_GRADIENT}{reason}"
 
     return compare

@@ -424,7 +424,7 @@ class Session:
 
 
 def _nothing(name: str, candidates: Sequence[Any]) -> str:
-    lines = [f"  {reason}" for reason in grouped(candidates)]
+    lines = [f"  {reason}" for reason in grouped(candidates)] or ["  There are none, and the guess is None."]
     if any("unbound axis name" in c.reason for c in candidates):
         lines.append("  To tune a kernel that communicates over an axis on its mesh, set `collective = True` on it.")
     return "\n".join([f"{name}: no candidate can be used.", *lines])

@@ -23,8 +23,10 @@ from ejkernel.ops.utils.fingerprint import stable_json
 from ejkernel.ops.utils.services import services
 
 DEFAULT_PREFIX = "ejkernel_ops"
+# Only from where such characters begin: a constant of a program is one word of millions of digits, and looking for a
+# label from each of them would take the square of that.
 LABEL_RE = re.compile(
-    r"(?P<prefix>[\w.~-]+)#(?P<op>[\w.~-]+):(?P<key>[0-9a-f]{16})(?::(?P<spec>[\w.~-]+|\{.*\}))?", re.ASCII
+    r"(?<![\w.~-])(?P<prefix>[\w.~-]++)#(?P<op>[\w.~-]+):(?P<key>[0-9a-f]{16})(?::(?P<spec>[\w.~-]+|\{.*\}))?", re.ASCII
 )
 
 _ALPHABET = frozenset(string.ascii_letters + string.digits + "_.-")

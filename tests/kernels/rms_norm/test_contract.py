@@ -179,3 +179,10 @@ def test_numbers_may_be_of_numpy_and_jax_but_not_traced(name):
 def test_wrong_arguments_are_named(args, kwargs, words):
     with pytest.raises(NormArgumentError, match=words):
         rms_norm(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("x", "words"), [(jnp.float32(1), "at least one axis"), ([1.0, 2.0], "must be an array")])
+def test_the_operation_itself_names_an_x_that_has_no_axis(x, words):
+    """As the command line calls it."""
+    with pytest.raises(NormArgumentError, match=words):
+        RmsNorm()(x)

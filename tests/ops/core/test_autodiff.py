@@ -366,6 +366,15 @@ def test_a_forward_without_residuals_is_refused_and_not_taken_apart():
         jax.grad(lambda x: new_executor()(Alone("alone"), x, X).sum())(X)
 
 
+def test_what_is_kept_for_the_backward_must_be_arrays_and_the_kernel_is_named():
+    class Static(OnlyBackward):
+        def fwd_with_residuals(self, x, y, *, cfg):
+            return x * y, {"x": x, "cfg": cfg}
+
+    with pytest.raises(GradientError, match=r"static: what fwd_with_residuals returns .* got a Scale at \['cfg'\]"):
+        jax.grad(lambda x: new_executor()(Static("static"), x, X).sum())(X)
+
+
 @pytest.mark.parametrize(("cls", "missing"), [(OnlyForward, "vjp"), (OnlyBackward, "fwd_with_residuals")])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.jit], ids=["call", "grad", "jit"])
 def test_half_a_gradient_is_refused(cls, missing, transform):

@@ -27,6 +27,7 @@ from ejkernel.ops import (
     vmap_with_config,
 )
 from ejkernel.ops.config.selection import ConfigNotFoundError
+from ejkernel.ops.core.kernel import KernelDefinitionError
 from ejkernel.ops.execution.batch import BatchArgumentError
 from ejkernel.ops.offline import specs
 from tests.support import (
@@ -461,6 +462,29 @@ def test_kernel_that_runs_batches_is_given_the_batch(kernel, axis):
     same(jax.vmap(lambda x, y: executor(kernel, x, y), in_axes=(axis, None))(x, y), want)
     same(vmap_with_config(executor, kernel, in_axes=(axis, None))(x, y), want)
     same(executor(kernel, y, y), true(y, y))
+
+
+WRONG_BATCHES = {
+    "without its axis": lambda x: x[0],
+    "of other elements": lambda x: x[:2],
+    "of another dtype": lambda x: x.astype(jnp.bfloat16),
+    "a sum": jnp.sum,
+    "nothing": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_BATCHES)
+@pytest.mark.parametrize("base", [Plain, CustomVjp])
+def test_native_batch_that_is_no_batch_of_the_calls_outputs_is_refused(base, wrong):
+    class Wrong(base):
+        def run_batched(self, x, y, *, cfg, in_axes):
+            return WRONG_BATCHES[wrong](x)
+
+    executor, x, y = new_executor(), normal(3, 4), normal(4)
+    mapped = jax.vmap(lambda x: executor(Wrong("wrong"), x, y))
+    for run in (mapped, jax.jit(mapped), jax.grad(lambda x: mapped(x).sum())):
+        with pytest.raises(KernelDefinitionError, match=r"wrong: run_batched.* batch axis first: float32\[3, 4\]"):
+            run(x)
 
 
 def test_gradient_of_a_native_batch_is_the_kernels_own():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, overlay_cache, policy_override
+from ejkernel.ops import Autotuner, ConfigSelectorChain, Executor, Kernel, autotune, overlay_cache, policy_override
 from ejkernel.ops.config.selection import ConfigNotFoundError, SymbolicCallWarning
 from ejkernel.ops.execution.tuning import TuningError
 from ejkernel.ops.tuning.problem import TuningInputsError
@@ -302,6 +302,29 @@ def test_call_that_cannot_be_measured_and_leaves_no_choice_gets_its_guess(space,
     for _ in range(2):
         np.testing.assert_array_equal(executor(OnlyGuess(ONE[space], jit=False), x), 2 * x)
     assert set(events) == {("select", "heuristic")}, "nothing was tuned, and nothing stored as if it had been"
+
+
+class WithoutConfigs(Kernel):
+    """It has nothing that could be tuned."""
+
+    def run(self, x, *, cfg):
+        assert cfg is None
+        return 2 * x
+
+    def heuristic_cfg(self, inv):
+        return None
+
+
+@pytest.mark.parametrize("policy", ["on", "frozen"])
+def test_kernel_without_configs_runs_under_every_policy(policy):
+    executor, x = Executor(ConfigSelectorChain(autotune=policy, tuner=QUIET)), jnp.arange(3.0)
+    np.testing.assert_array_equal(executor(WithoutConfigs(), x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: executor(WithoutConfigs(), x).sum()))(x), 2.0)
+
+
+def test_tuning_a_kernel_without_configs_is_an_error_that_says_so():
+    with pytest.raises(TuningError, match="There are none, and the guess is None"):
+        autotune(WithoutConfigs(), jnp.arange(3.0))
 
 
 def test_call_that_can_be_measured_or_leaves_a_choice_is_no_exception():

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.store import entry as entries
-from ejkernel.ops.store import layers, packs, persistent, provenance, upkeep
+from ejkernel.ops.store import files, layers, packs, persistent, provenance, upkeep
 from ejkernel.ops.store.files import StoreFiles
 from ejkernel.ops.store.persistent import PersistentCache, StoreSettingError, StoreWarning, default_root
 from ejkernel.ops.store.places import StoreKeyError, directory_name, place_of
@@ -625,6 +625,15 @@ def test_a_disk_that_is_full(tmp_path):
     cache = PersistentCache(tmp_path)
     assert (cache.get("before"), cache.get("after")) == (1, None)
     assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_a_full_disk_says_which_file_could_not_be_written(tmp_path, monkeypatch):
+    def full(fd, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "_write_all", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*tuned\.json'"):
+        files.write(tmp_path / "tuned.json", b"{}")
 
 
 # Many at once.

@@ -234,6 +234,23 @@ def test_when_nothing_runs_every_reason_is_told():
         assert text in str(error.value)
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        return self.args[0]  # There is none.
+
+
+def test_candidate_whose_error_has_no_text_is_a_failed_one():
+    class Raising(Doubling):
+        def run(self, x, *, cfg):
+            if cfg.fault:
+                raise Unspeakable
+            return super().run(x, cfg=cfg)
+
+    kernel = kernel_with(Work(FAST), Work(FAST, "mute"), guess=Work(SLOW), base=Raising)
+    tuning = QUIET.tune(call(kernel, X), kernel)
+    assert "Unspeakable: its text cannot be made" in next(c.reason for c in tuning.candidates if c.cfg.fault)
+
+
 def test_failing_reference_is_an_error_of_its_own():
     with pytest.raises(TuningError, match="the reference failed: no truth today"):
         QUIET.tune(call(BrokenReference(), X), BrokenReference())

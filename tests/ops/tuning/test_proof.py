@@ -204,6 +204,33 @@ def test_what_is_kept_for_the_backward_may_differ_if_the_gradient_is_right(setti
     np.testing.assert_array_equal(jax.grad(lambda x: executor(kernel, x).sum())(x), 2.0)
 
 
+class Coarse(Total):
+    """Its gradient is off by a hundred-thousandth with any config but the guess: more than it says it may."""
+
+    tolerance = 1e-6
+
+    def run(self, x, *, cfg):
+        return 2 * x
+
+    def fwd_with_residuals(self, x, *, cfg):
+        return 2 * x, jnp.where(cfg.size > 1, 2.00002, 2.0)
+
+    def vjp(self, residuals, out, dout, x, *, cfg):
+        return (residuals * dout,)
+
+
+class CoarseResiduals(Coarse):
+    """The same with configs of its own for the backward."""
+
+    def heuristic_cfg_vjp(self, inv):
+        return Chunks()
+
+
+@pytest.mark.parametrize("kernel", [Coarse, CoarseResiduals])
+def test_the_kernels_own_tolerance_counts_for_what_its_backward_gets(setting, kernel):
+    assert setting(kernel()).choose_config(kernel(), jnp.arange(24.0)) == Chunks(1)
+
+
 def test_proof_is_made_once_and_remembered(setting, monkeypatch, tmp_path):
     built = count_builds(monkeypatch)
     for kernel, n in ((Total("right"), 32), (Dropping("wrong"), 23)):

@@ -1,4 +1,5 @@
 import json
+import time
 from dataclasses import dataclass
 
 import jax
@@ -234,3 +235,10 @@ def test_label_decorator_names_operations():
     assert (f.__name__, f.__doc__) == ("f", "Doc.")
     with pytest.raises(meta.LabelError, match="name must be a non-empty string, got ''"):
         label("")
+
+
+def test_labels_are_found_at_once_beside_a_large_constant():
+    """Programs hold constants as one word of digits: searching must not take the square of its length."""
+    label, start = "ejkernel_ops#op:0123456789abcdef", time.perf_counter()
+    assert extract_labels_from_hlo_text(f'dense<"0x{"3F80" * 15_000}"> loc("jit(f)/{label}/sin")') == [label]
+    assert time.perf_counter() - start < 2
