@@ -105,6 +105,13 @@ def test_a_key_of_jax_is_a_seed():
     assert not np.allclose(*jax.vmap(drop)(jax.random.split(jax.random.key(5))))
 
 
+def test_a_seed_without_dropout_changes_nothing():
+    q, k, v = arrays()
+    want = flash_attention(q, k, v)
+    for seed in (None, 7, jax.random.key(0), jax.random.PRNGKey(0)):
+        np.testing.assert_array_equal(flash_attention(q, k, v, dropout_seed=seed), want)
+
+
 def test_mask_is_another_name_of_attention_mask():
     q, k, v = arrays()
     mask = jnp.arange(24) % 3 > 0
@@ -260,6 +267,10 @@ BAD = {
     "dropout_seed must be one integer": lambda q, k, v: flash_attention(q, k, v, dropout_prob=0.5, dropout_seed=0.5),
     "dropout_seed must be one integer.*got bool": lambda q, k, v: flash_attention(
         q, k, v, dropout_prob=0.5, dropout_seed=True
+    ),
+    "dropout_seed must be one integer.*got float32": lambda q, k, v: flash_attention(q, k, v, dropout_seed=0.5),
+    r"dropout_seed must be one integer.*got uint32\[3\]": lambda q, k, v: flash_attention(
+        q, k, v, dropout_prob=0.0, dropout_seed=jnp.zeros(3, jnp.uint32)
     ),
     "normalize_output must be": lambda q, k, v: flash_attention(q, k, v, normalize_output="yes"),
     "precision is 'best'": lambda q, k, v: flash_attention(q, k, v, precision="best"),
