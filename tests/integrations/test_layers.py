@@ -169,6 +169,8 @@ def test_flax_arguments_that_do_not_fit_are_named():
             flax_attention(**{"query": q, "key": q, "value": q, name: "x"})
     with pytest.raises(AttentionArgumentError, match="flax_attention: dtype must be a floating-point dtype"):
         flax_attention(q, q, q, dtype="half a float")
+    with pytest.raises(AttentionArgumentError, match="dtype must be a floating-point dtype or None, got int32"):
+        flax_attention(q, q, q, dtype=jnp.int32)
 
 
 def test_flax_types_are_promoted():
@@ -239,6 +241,9 @@ def test_equinox_dropout_needs_a_key():
     close(*alike())
     with pytest.raises(AttentionArgumentError, match="key= is needed"):
         call()
+    layer_of = lambda p: equinox.tree_at(lambda layer: layer.dropout.p, layer, p)
+    with pytest.raises(AttentionArgumentError, match=r"dropout\.p of the layer must be a number, .* a traced float32"):
+        jax.eval_shape(lambda p: equinox_attention(layer_of(p), x, x, x, key=jax.random.key(1)), 0.5)
     with pytest.raises(AttentionArgumentError, match="mask must be boolean"):
         call(mask=jnp.ones((LENGTH, LENGTH)), inference=True)
 
