@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +32,7 @@ from ejkernel.ops import (
     to_json,
 )
 from ejkernel.ops.core.dispatch import UnsupportedCallError
+from tests.kernels.contract import quick_jit
 from tests.kernels.flash_attention import oracle
 
 
@@ -388,6 +390,14 @@ def test_vmap_jit_remat_and_scan():
     close(jax.grad(jax.checkpoint(loss))(q), jax.jit(jax.grad(loss))(q))
     _, outs = jax.lax.scan(lambda c, x: (c, flash_attention(x, k, v, causal=True)), 0, q[None])
     close(outs[0], want)
+
+
+def test_rows_that_see_nothing_are_no_nan_on_the_way():
+    mask = jnp.eye(24, k=-1, dtype=bool)
+    loss = lambda q, k, v: flash_attention(q, k, v, mask=mask).sum()
+    error, grads = quick_jit(checkify.checkify(jax.grad(loss), errors=checkify.float_checks))(*arrays())
+    assert error.get() is None
+    assert not grads[:, 0].any()
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"platform": "reference"}], ids=str)
