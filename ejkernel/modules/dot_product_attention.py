@@ -105,6 +105,8 @@ def dot_product_attention(
     _check(q, k, v, bias, mask, given)
     q_lengths = _lengths("query_seq_lengths", query_seq_lengths, k.shape[0])
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, k.shape[0])
+    if callable(getattr(scale, "__jax_array__", None)):  # A parameter of NNX, which may hold what is traced.
+        scale = scale.__jax_array__()
     if not _is_ours(q, k, scale):
         return jax_attention(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=q_lengths,
