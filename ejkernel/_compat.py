@@ -70,7 +70,8 @@ def def_as_jit(primitive: Any, fn: Callable[..., Any]) -> None:
     from jax.experimental import jet
 
     def as_jit(avals: Sequence[Any], params: dict[str, Any]) -> Any:
-        (eqn,) = jax.make_jaxpr(fn(**params))(*avals).eqns
+        with jax.disable_jit(False):
+            (eqn,) = jax.make_jaxpr(fn(**params))(*avals).eqns
         return eqn
 
     def partial_eval(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ejkernel.kernels.flash_attention.checks import AttentionArgumentError
 from ejkernel.modules.dot_product_attention import attend
 from ejkernel.modules.hidden_rows import Sight
+from ejkernel.modules.static import described
 
 Array = jax.Array
 
@@ -73,7 +75,14 @@ def _four_axes(mask: Any, full: tuple[int, int, int]) -> Array:
 
 def _dropout(dropout: Any, key: Any, inference: bool | None) -> dict[str, Any]:
     inference = dropout.inference if inference is None else inference
-    if inference or not dropout.p:
+    if inference:
+        return {}
+    if isinstance(dropout.p, Tracer):
+        raise _error(
+            f"dropout.p of the layer must be a number, known while tracing, got {described(dropout.p)}. Under jax.jit, "
+            "give only the layer's arrays as arguments (equinox.filter_jit, equinox.partition by equinox.is_array)."
+        )
+    if not dropout.p:
         return {}
     if key is None:
         raise _error(f"the layer drops {dropout.p} of its weights, so key= is needed, or inference=True.")

@@ -98,7 +98,10 @@ def _promoted(arrays: tuple[Any, ...], dtype: Any) -> list[Array]:
         found = jnp.result_type(*arrays) if dtype is None else jnp.dtype(dtype)
     except TypeError as error:
         raise _error(f"dtype must be a floating-point dtype or None, got {dtype!r}: {error}.") from error
-    found = found if jnp.issubdtype(found, jnp.inexact) else jnp.promote_types(found, jnp.float32)
+    if not jnp.issubdtype(found, jnp.inexact):
+        if dtype is not None:
+            raise _error(f"dtype must be a floating-point dtype or None, got {found}.")
+        found = jnp.promote_types(found, jnp.float32)
     return [jnp.asarray(x, found) for x in arrays]
 
 

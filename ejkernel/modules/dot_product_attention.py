@@ -14,6 +14,7 @@ from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, arra
 from ejkernel.kernels.flash_attention.jax_nn import jax_attention
 from ejkernel.modules.flash_attention import flash_attention, with_log_sum
 from ejkernel.modules.hidden_rows import HIDDEN, Sight, with_means
+from ejkernel.ops.utils.promotion import usual_promotion
 
 Array = jax.Array
 Implementation = Literal["xla", "cudnn"]
@@ -104,6 +105,8 @@ def dot_product_attention(
     _check(q, k, v, bias, mask, given)
     q_lengths = _lengths("query_seq_lengths", query_seq_lengths, k.shape[0])
     kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, k.shape[0])
+    if callable(getattr(scale, "__jax_array__", None)):  # A parameter of NNX, which may hold what is traced.
+        scale = scale.__jax_array__()
     if not _is_ours(q, k, scale):
         return jax_attention(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=q_lengths,
@@ -232,6 +235,7 @@ def _is_ours(query: Array, key: Array, scale: Any) -> bool:
     return floats and all(isinstance(n, int) and n > 0 for n in (*query.shape[1:], *key.shape[1:]))
 
 
+@usual_promotion()
 def _window(window: Any, q_len: int, kv_len: int, mask: Array | None) -> tuple[tuple[Any, Any], Array | None]:
     """The window, and the mask, which has windows that begin after a query's place, end before it, or are traced."""
     if window is None:
@@ -266,6 +270,7 @@ def _band(sight: Sight) -> dict[str, Any]:
     return {"causal": causal, "sliding_window": (sight.left, sight.right)}
 
 
+@usual_promotion()
 def _segments(sight: Sight, query: Array, key: Array) -> dict[str, Array]:
     """Lengths as segments, whose tiles are skipped: one for all, and others that do not meet for what is after them."""
     if sight.q_lengths is None and sight.kv_lengths is None:

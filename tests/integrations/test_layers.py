@@ -1,6 +1,7 @@
 """The attention layers of other libraries on ours: forward, and a step of training, against their own attention."""
 
 import logging
+import math
 import os
 import tempfile
 from functools import partial
@@ -169,6 +170,8 @@ def test_flax_arguments_that_do_not_fit_are_named():
             flax_attention(**{"query": q, "key": q, "value": q, name: "x"})
     with pytest.raises(AttentionArgumentError, match="flax_attention: dtype must be a floating-point dtype"):
         flax_attention(q, q, q, dtype="half a float")
+    with pytest.raises(AttentionArgumentError, match="dtype must be a floating-point dtype or None, got int32"):
+        flax_attention(q, q, q, dtype=jnp.int32)
 
 
 def test_flax_types_are_promoted():
@@ -239,6 +242,9 @@ def test_equinox_dropout_needs_a_key():
     close(*alike())
     with pytest.raises(AttentionArgumentError, match="key= is needed"):
         call()
+    layer_of = lambda p: equinox.tree_at(lambda layer: layer.dropout.p, layer, p)
+    with pytest.raises(AttentionArgumentError, match=r"dropout\.p of the layer must be a number, .* a traced float32"):
+        jax.eval_shape(lambda p: equinox_attention(layer_of(p), x, x, x, key=jax.random.key(1)), 0.5)
     with pytest.raises(AttentionArgumentError, match="mask must be boolean"):
         call(mask=jnp.ones((LENGTH, LENGTH)), inference=True)
 
@@ -273,14 +279,16 @@ PARAMETERS = {
     "linear_cross_entropy": lambda x, w: linear_cross_entropy(x, jnp.eye(8), jnp.arange(4), bias=w),
     "grouped_matmul": lambda x, w: grouped_matmul(x.reshape(32, 1), w, jnp.array([20, 12])),
     "flash_attention": lambda x, w: flash_attention(*[x.reshape(1, 2, 2, 8)] * 3, softmax_aux=w),
+    "scale of dot_product_attention": lambda x, w: dot_product_attention(*[x.reshape(1, 2, 2, 8)] * 3, scale=w),
 }
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_of_nnx_may_be_passed_as_it_is(name):
     x, call = jax.random.normal(jax.random.key(0), (4, 8)), PARAMETERS[name]
-    shape = {"grouped_matmul": (2, 1, 4), "flash_attention": (2, 4)}.get(name, (8,))
-    plain = jnp.linspace(0.5, 1.5, 8).reshape(shape)
+    shapes = {"grouped_matmul": (2, 1, 4), "flash_attention": (2, 4), "scale of dot_product_attention": ()}
+    shape = shapes.get(name, (8,))
+    plain = jnp.linspace(0.5, 1.5, math.prod(shape)).reshape(shape)
     np.testing.assert_allclose(call(x, nnx.Param(plain)), call(x, plain), atol=1e-6)
     loss = lambda w: (call(x, w) ** 2).sum()
     np.testing.assert_allclose(nnx.grad(loss)(nnx.Param(plain))[...], jax.grad(loss)(plain), atol=1e-5)

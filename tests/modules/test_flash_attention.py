@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +32,7 @@ from ejkernel.ops import (
     to_json,
 )
 from ejkernel.ops.core.dispatch import UnsupportedCallError
+from tests.kernels.contract import quick_jit
 from tests.kernels.flash_attention import oracle
 
 
@@ -103,6 +105,13 @@ def test_a_key_of_jax_is_a_seed():
     close(typed, jax.jit(drop)(jax.random.key(5)))
     assert not np.allclose(typed, drop(jax.random.key(6)))
     assert not np.allclose(*jax.vmap(drop)(jax.random.split(jax.random.key(5))))
+
+
+def test_a_seed_without_dropout_changes_nothing():
+    q, k, v = arrays()
+    want = flash_attention(q, k, v)
+    for seed in (None, 7, jax.random.key(0), jax.random.PRNGKey(0)):
+        np.testing.assert_array_equal(flash_attention(q, k, v, dropout_seed=seed), want)
 
 
 def test_mask_is_another_name_of_attention_mask():
@@ -261,6 +270,10 @@ BAD = {
     "dropout_seed must be one integer.*got bool": lambda q, k, v: flash_attention(
         q, k, v, dropout_prob=0.5, dropout_seed=True
     ),
+    "dropout_seed must be one integer.*got float32": lambda q, k, v: flash_attention(q, k, v, dropout_seed=0.5),
+    r"dropout_seed must be one integer.*got uint32\[3\]": lambda q, k, v: flash_attention(
+        q, k, v, dropout_prob=0.0, dropout_seed=jnp.zeros(3, jnp.uint32)
+    ),
     "normalize_output must be": lambda q, k, v: flash_attention(q, k, v, normalize_output="yes"),
     "precision is 'best'": lambda q, k, v: flash_attention(q, k, v, precision="best"),
     "logits_dtype must be": lambda q, k, v: flash_attention(q, k, v, logits_dtype=jnp.int8),
@@ -377,6 +390,14 @@ def test_vmap_jit_remat_and_scan():
     close(jax.grad(jax.checkpoint(loss))(q), jax.jit(jax.grad(loss))(q))
     _, outs = jax.lax.scan(lambda c, x: (c, flash_attention(x, k, v, causal=True)), 0, q[None])
     close(outs[0], want)
+
+
+def test_rows_that_see_nothing_are_no_nan_on_the_way():
+    mask = jnp.eye(24, k=-1, dtype=bool)
+    loss = lambda q, k, v: flash_attention(q, k, v, mask=mask).sum()
+    error, grads = quick_jit(checkify.checkify(jax.grad(loss), errors=checkify.float_checks))(*arrays())
+    assert error.get() is None
+    assert not grads[:, 0].any()
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"platform": "reference"}], ids=str)

@@ -227,25 +227,31 @@ def _dropout(prob: Any, seed: Any) -> tuple[float, Any]:
     prob = number("dropout_prob", prob)
     if not 0.0 <= prob < 1.0:
         raise AttentionArgumentError(f"dropout_prob must be in [0, 1), got {prob}.")
+    seed = None if seed is None else _seed(seed)
     if prob == 0.0:
         return 0.0, None
     if seed is None:
         raise AttentionArgumentError(f"dropout_prob is {prob}, so dropout_seed is needed.")
-    if is_int(seed):
-        seed = np.uint32(int(seed) & 0xFFFFFFFF)
-    seed = _of_key(array("dropout_seed", seed))
-    if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
-        raise AttentionArgumentError(
-            f"dropout_seed must be one integer, or one key of jax.random, got {seed.dtype}{list(seed.shape)}."
-        )
+    seed = jax.random.bits(seed, dtype=jnp.uint32) if _is_key(seed) else seed
     return prob, seed.astype(jnp.uint32) if seed.dtype != jnp.uint32 else seed
 
 
-def _of_key(seed: Any) -> Any:
-    """The seed that a key of `jax.random` gives, typed or as its words; anything else as it is."""
-    typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.ndim == 0
-    words = seed.dtype == jnp.uint32 and seed.ndim == 1 and seed.shape == jax.random.PRNGKey(0).shape
-    return jax.random.bits(seed, dtype=jnp.uint32) if typed or words else seed
+def _seed(seed: Any) -> Any:
+    if is_int(seed):
+        return np.uint32(int(seed) & 0xFFFFFFFF)
+    seed = array("dropout_seed", seed)
+    if not _is_key(seed) and (seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer)):
+        raise AttentionArgumentError(
+            f"dropout_seed must be one integer, or one key of jax.random, got {seed.dtype}{list(seed.shape)}."
+        )
+    return seed
+
+
+def _is_key(seed: Any) -> bool:
+    """Whether it is a key of `jax.random`, typed or as its words."""
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return seed.ndim == 0
+    return seed.dtype == jnp.uint32 and seed.ndim == 1 and seed.shape == jax.random.PRNGKey(0).shape
 
 
 def _precision(precision: Any) -> Any:

@@ -58,7 +58,9 @@ class LogSum(NamedTuple):
 def log_sum(top: Any, total: Any) -> LogSum:
     """The log-sum-exp of rows whose largest logit is `top` and whose sum of exp(logit - top) is `total`."""
     empty = total == 0
-    return rounded(jnp.where(empty, jnp.inf, top), jnp.log(jnp.where(empty, 1.0, total)))
+    # Not of +inf, whose difference to itself is nan, for which programs may be searched (checkify, jax_debug_nans).
+    sums = rounded(jnp.where(empty, 0.0, top), jnp.log(jnp.where(empty, 1.0, total)))
+    return LogSum(jnp.where(empty, jnp.inf, sums.lse), sums.rest)
 
 
 def rounded(large: Any, small: Any) -> LogSum:

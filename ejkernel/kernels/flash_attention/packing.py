@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.bands import Causal
 from ejkernel.kernels.flash_attention.checks import AttentionArgumentError, array
+from ejkernel.ops.utils.promotion import usual_promotion
 
 Array = jax.Array
 
@@ -43,6 +44,7 @@ def in_32_bits(q_ids: Array, kv_ids: Array) -> tuple[Array, Array]:
     return rank(q_ids), rank(kv_ids)
 
 
+@usual_promotion()
 def packed(
     cum_q: Any, cum_k: Any, causal: Causal, batch: int, q_len: int, kv_len: int
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

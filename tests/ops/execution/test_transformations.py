@@ -243,6 +243,14 @@ def without_jit(f):
     return run
 
 
+def remat_without_jit(f):
+    def run(x, y):
+        with jax.disable_jit():
+            return remat(f)(x, y)
+
+    return run
+
+
 TRANSFORMATIONS = [
     eager, jit, nested_jit, grad, jit_of_grad, grad_of_jit, value_and_grad, vjp, linearize_transposed,
     vmap, vmap_one_axis, vmap_of_vmap, vmap_of_grad, grad_of_vmap,
@@ -250,6 +258,7 @@ TRANSFORMATIONS = [
     shard_map, shard_map_in_jit, shard_map_unchecked, shard_map_explicit, explicit_mesh_without_shard_map,
     grad_outside_shard_map, grad_outside_shard_map_unchecked, grad_inside_shard_map, grad_in_explicit_shard_map,
     pmap, pmap_of_grad, export_round_trip, export_with_gradient, donated, lowered_and_compiled, without_jit,
+    remat_without_jit,
 ]  # fmt: skip
 
 

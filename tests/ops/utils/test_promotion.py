@@ -9,6 +9,7 @@ import pytest
 
 from ejkernel.modules import dot_product_attention, flash_attention, grouped_matmul, layer_norm, linear_cross_entropy
 from ejkernel.ops import Autotuner, ConfigSelectorChain, autotune_lowered
+from tests.kernels.contract import quick_jit
 
 X = np.random.default_rng(0).normal(size=(2, 8, 2, 16))
 ENDS = np.array([0, 3, 8], np.int32)
@@ -20,6 +21,9 @@ CALLS = {
     ),
     "jax.nn, mask": lambda x: dot_product_attention(x, x, x, mask=np.eye(8, k=-1, dtype=bool)[None, None]),
     "jax.nn, lengths": lambda x: dot_product_attention(x, x, x, scale=x[0, 0, 0, 0], key_value_seq_lengths=ENDS[1:]),
+    "jax.nn, traced window": lambda x: dot_product_attention(
+        x, x, x, local_window_size=(x[0, 0, 0, 0].astype(jnp.int32), 2)
+    ),
     "norm": lambda x: layer_norm(x, x[0, 0, 0]),
     "loss": lambda x: linear_cross_entropy(x[..., 0, :], x[0, 0].T, jnp.ones((2, 8), jnp.int32)),
     "experts": lambda x: grouped_matmul(x[0, :, 0], x.reshape(2, 16, -1), np.array([3, 5], np.int32)),
@@ -34,10 +38,12 @@ def strict():
         yield
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_an_operation_and_its_gradient_mix_what_their_program_must_not(strict, call):
+def test_an_operation_and_its_gradient_mix_what_their_program_must_not(strict, call, x64):
     loss = lambda x: call(x).astype(jnp.float32).sum()
-    assert jnp.isfinite(jax.jit(jax.grad(loss))(jnp.asarray(X, jnp.bfloat16))).all()
+    with jax.enable_x64(x64):
+        assert jnp.isfinite(quick_jit(jax.grad(loss))(jnp.asarray(X, jnp.bfloat16))).all()
 
 
 def test_a_tuning_compares_what_its_program_must_not_mix(strict):
