@@ -104,15 +104,19 @@ def _first_of_batch(size: int, batched: list[bool], *leaves: Any) -> tuple[Any, 
     return _aligned(every), (True,) * len(leaves)
 
 
-def with_gradient_of(run: Flat, other: Flat) -> Flat:
-    """`run`, whose gradient is that of `other`; only with respect to what is differentiated."""
+def with_gradient_of(run: Flat, other: Flat, first: int) -> Flat:
+    """`run`, whose gradient is that of `other`: with respect to the `first` arrays, and others that are differentiated.
+
+    Also to those of the first that are not: what is saved has to have one structure. JAX gives a backward that of the
+    last forward of the same program, which another derivative may have run.
+    """
 
     def plain(*arrays: Any) -> Any:
         return _aligned(run(*arrays))
 
     def fwd(*arrays: Any) -> tuple[Any, Any]:
         values = [x.value for x in arrays]
-        moving = [i for i, x in enumerate(arrays) if x.perturbed]
+        moving = [i for i, x in enumerate(arrays) if (i < first and _is_real(x.value)) or x.perturbed]
 
         def of(*moved: Any) -> Any:
             given = dict(enumerate(values)) | dict(zip(moving, moved, strict=True))
@@ -133,13 +137,17 @@ def with_gradient_of(run: Flat, other: Flat) -> Flat:
     return call
 
 
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
 def _leaves_with_paths(tree: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 def _refuse_keyword_gradients(owner: str, names: list[str], kw_arrays: list[Any]) -> None:
     for name, x in zip(names, kw_arrays, strict=True):
-        if x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact):
+        if x.perturbed and _is_real(x.value):
             raise GradientError(
                 f"{owner}: keyword argument {name} is differentiated, but the kernel's own backward gives one gradient "
                 "per positional argument. Pass it by position, or wrap it in jax.lax.stop_gradient."

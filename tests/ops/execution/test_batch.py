@@ -549,6 +549,15 @@ def test_native_batch_in_another_has_one_batch_axis_differentiated_or_not():
     same(pull(jnp.moveaxis(x, 2, 0))[1], x * x)
 
 
+def test_derivatives_of_a_native_batch_do_not_disturb_each_other():
+    executor, kernel, x, y = new_executor(), NativeProduct(), normal(3, 4), normal(3, 4) + 1
+    mapped = jax.vmap(lambda x, y: executor(kernel, x, y))
+    _, of_x = jax.vjp(lambda x: mapped(x, y), x)
+    _, of_y = jax.vjp(lambda y: mapped(x, y), y)
+    same(of_x(x)[0], x * y)
+    same(of_y(x)[0], x * x)
+
+
 def test_example_inputs_of_a_native_kernel_are_the_batch():
     ran = []
 
