@@ -237,6 +237,12 @@ def test_columns_are_spread_over_a_mesh_by_its_arguments():
     assert close(got, grouped_matmul(LHS, RHS, SIZES))
 
 
+def test_whole_arrays_may_be_on_a_mesh_with_explicit_axes():
+    with jax.set_mesh(jax.make_mesh((4,), ("columns",), axis_types=(AxisType.Explicit,))):
+        got = jax.value_and_grad(loss, (1, 2))(grouped_matmul, LHS, RHS)
+    assert close(got, jax.value_and_grad(loss, (1, 2))(grouped_matmul, LHS, RHS))
+
+
 def test_programs_are_exported_for_any_number_of_rows():
     few = XlaConfig(rows=64, least_rows=16, steps=1)
     call = partial(grouped_matmul, cfg=GroupedMatmulConfig(few, few, few, platform="xla"))
