@@ -242,11 +242,10 @@ def _with(kwargs: dict[str, Any], precision: Any) -> dict[str, Any]:
 
 
 def _result_dtype(lhs: Any, rhs: Any, preferred: Any) -> Any:
-    """That of `jax.lax.ragged_dot`."""
-    shapes = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in (((1, 1), lhs), ((1, 1, 1), rhs))]
-    sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = lambda *args: jax.lax.ragged_dot(*args, preferred_element_type=preferred)
-    return jax.eval_shape(call, *shapes, sizes).dtype
+    """That of `jax.lax.ragged_dot`, which has `dot_general`'s; on an explicit mesh only the latter can be asked."""
+    shapes = [jax.ShapeDtypeStruct((1, 1), x.dtype) for x in (lhs, rhs)]
+    call = lambda a, b: jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=preferred)
+    return jax.eval_shape(call, *shapes).dtype
 
 
 def _check_operands(lhs: Any, rhs: Any, *, transposed: bool) -> None:

@@ -237,6 +237,22 @@ def test_columns_are_spread_over_a_mesh_by_its_arguments():
     assert close(got, grouped_matmul(LHS, RHS, SIZES))
 
 
+def test_whole_arrays_may_be_on_a_mesh_with_explicit_axes():
+    with jax.set_mesh(jax.make_mesh((4,), ("columns",), axis_types=(AxisType.Explicit,))):
+        got = jax.value_and_grad(loss, (1, 2))(grouped_matmul, LHS, RHS)
+    assert close(got, jax.value_and_grad(loss, (1, 2))(grouped_matmul, LHS, RHS))
+
+
+def test_an_axis_may_stay_explicit_inside_of_a_shard_map_over_others():
+    mesh = jax.make_mesh((2, 2), ("inner", "columns"), axis_types=(AxisType.Explicit,) * 2)
+    placed = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
+    specs = (P(), P(None, None, "columns"), P())
+    mapped = jax.shard_map(grouped_matmul, in_specs=specs, out_specs=P(None, "columns"), axis_names={"columns"})
+    with jax.set_mesh(mesh):
+        got = jax.jit(mapped)(placed(LHS, None, "inner"), placed(RHS, None, "inner", "columns"), placed(SIZES))
+    assert close(got, grouped_matmul(LHS, RHS, SIZES))
+
+
 def test_programs_are_exported_for_any_number_of_rows():
     few = XlaConfig(rows=64, least_rows=16, steps=1)
     call = partial(grouped_matmul, cfg=GroupedMatmulConfig(few, few, few, platform="xla"))

@@ -69,14 +69,14 @@ def with_gradient(
 
     def plain(arrays: list[Any], kw_arrays: list[Any]) -> Any:
         args, kwargs = restore(arrays, kw_arrays)
-        return primal(*args, **kwargs)
+        return _aligned(primal(*args, **kwargs))
 
     def fwd(arrays: list[Any], kw_arrays: list[Any]) -> tuple[Any, Any]:
         _refuse_keyword_gradients(owner, names, kw_arrays)
         arrays, kw_arrays = [x.value for x in arrays], [x.value for x in kw_arrays]
         args, kwargs_ = restore(arrays, kw_arrays)
         out, residuals = forward(*args, **kwargs_)
-        return out, (residuals, arrays, kw_arrays)
+        return _aligned(out), (residuals, arrays, kw_arrays)
 
     def bwd(saved: Any, cotangent: Any) -> tuple[list[Any], list[Any]]:
         residuals, arrays, kw_arrays = saved
@@ -90,19 +90,47 @@ def with_gradient(
     return call(arrays, kw_arrays)
 
 
-def with_gradient_of(run: Flat, other: Flat) -> Flat:
-    """`run`, whose gradient is that of `other`; only with respect to what is differentiated."""
+def _aligned(out: Any) -> Any:
+    """`out`, whose arrays all have the axis of a `jax.vmap` around the call first.
+
+    JAX maps a program of a `jax.custom_vjp` once: the axes that it finds in the outputs of the primal, it takes for
+    those of the forward, which runs in its place when the program is differentiated.
+    """
+    leaves, structure = jax.tree.flatten(out)
+    return structure.unflatten(_first(*leaves) if any(map(_compat.shows_batch, leaves)) else leaves)
+
+
+@jax.custom_batching.custom_vmap
+def _first(*leaves: Any) -> tuple[Any, ...]:
+    return leaves
+
+
+@_first.def_vmap
+def _first_of_batch(size: int, batched: list[bool], *leaves: Any) -> tuple[Any, Any]:
+    every = jax.vmap(lambda *xs: xs, [0 if b else None for b in batched], axis_size=size)(*leaves)
+    return _aligned(every), (True,) * len(leaves)
+
+
+def with_gradient_of(run: Flat, other: Flat, first: int) -> Flat:
+    """`run`, whose gradient is that of `other`: with respect to the `first` arrays, and others that are differentiated.
+
+    Also to those of the first that are not: what is saved has to have one structure. JAX gives a backward that of the
+    last forward of the same program, which another derivative may have run.
+    """
+
+    def plain(*arrays: Any) -> Any:
+        return _aligned(run(*arrays))
 
     def fwd(*arrays: Any) -> tuple[Any, Any]:
         values = [x.value for x in arrays]
-        moving = [i for i, x in enumerate(arrays) if x.perturbed]
+        moving = [i for i, x in enumerate(arrays) if (i < first and _is_real(x.value)) or x.perturbed]
 
         def of(*moved: Any) -> Any:
             given = dict(enumerate(values)) | dict(zip(moving, moved, strict=True))
             return other(*given.values())
 
         out, pull = jax.vjp(of, *(values[i] for i in moving))
-        return out, (pull, Note((moving, len(arrays))))
+        return _aligned(out), (pull, Note((moving, len(arrays))))
 
     def bwd(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         pull, note = saved
@@ -111,9 +139,13 @@ def with_gradient_of(run: Flat, other: Flat) -> Flat:
         found = dict(zip(moving, grads, strict=True))
         return tuple(found.get(i) for i in range(count))
 
-    call = jax.custom_vjp(run)
+    call = jax.custom_vjp(plain)
     call.defvjp(fwd, bwd, symbolic_zeros=True)
     return call
+
+
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _leaves_with_paths(tree: Any) -> list[tuple[Any, Any]]:
@@ -122,7 +154,7 @@ def _leaves_with_paths(tree: Any) -> list[tuple[Any, Any]]:
 
 def _refuse_keyword_gradients(owner: str, names: list[str], kw_arrays: list[Any]) -> None:
     for name, x in zip(names, kw_arrays, strict=True):
-        if x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact):
+        if x.perturbed and _is_real(x.value):
             raise GradientError(
                 f"{owner}: keyword argument {name} is differentiated, but the kernel's own backward gives one gradient "
                 "per positional argument. Pass it by position, or wrap it in jax.lax.stop_gradient."

@@ -53,4 +53,7 @@ def typed(args: Sequence[Any]) -> Typed | None:
 
 def automatic(call: Any, out_specs: Any) -> Any:
     """`call` with axes that the compiler handles; the output has these specs."""
-    return jax.sharding.auto_axes(call, out_sharding=out_specs)
+    mesh = jax.sharding.get_abstract_mesh()
+    # Inside of a shard_map over other axes of the mesh, these stay what they are.
+    axes = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes) if mesh.manual_axes else None
+    return jax.sharding.auto_axes(call, axes=axes, out_sharding=out_specs)

@@ -245,7 +245,8 @@ class WholeCall:
 
         if not self._has_gradient(attempt):
             return self._flat(run)
-        return autodiff.with_gradient_of(self._flat(run), batch.vmap(self._make(attempt)))
+        positional = len(arguments.split(self._inv.abstract_args)[0])
+        return autodiff.with_gradient_of(self._flat(run), batch.vmap(self._make(attempt)), positional)
 
     # --- Gradients ---
 

@@ -26,8 +26,19 @@ def shard_mapped(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: A
         return mapped
     # Here shardings are part of the types, and shard_map does not reshard its arguments.
     spec = lambda x: isinstance(x, PartitionSpec)
-    place = lambda spec, tree: jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
+    place = lambda spec, tree: jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, _typed(spec, mesh))), tree)
     return lambda *args: mapped(*jax.tree.map(place, in_specs, args, is_leaf=spec))
+
+
+def _typed(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """What of a spec may be part of a type: the axes that are explicit."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def kept(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in names if kinds.get(name) is AxisType.Explicit) or None
+
+    return PartitionSpec(*map(kept, spec))
 
 
 def sharded_call(run: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[[Args, Kwargs], Any]:

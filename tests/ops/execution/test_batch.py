@@ -522,6 +522,66 @@ def test_native_batch_is_differentiated_only_by_what_moves(wrap):
     np.testing.assert_allclose(grad, jnp.broadcast_to(3 * w, (5, 3)))
 
 
+class WithSum(Kernel[Factor, tuple[jax.Array, jax.Array]]):
+    """One of its outputs does not depend on all arguments."""
+
+    def run(self, x, y, *, cfg):
+        return x * y, x + x
+
+    def fwd_with_residuals(self, x, y, *, cfg):
+        return self.run(x, y, cfg=cfg), None
+
+    def vjp(self, residuals, out, dout, x, y, *, cfg):
+        return dout[0] * y + 2 * dout[1], dout[0] * x
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("axes", [(1, 1), (None, 0), (0, None), (1, None)])
+def test_outputs_have_one_batch_axis_differentiated_or_not(axes, wrap):
+    executor, kernel, plain = new_executor(), WithSum(), lambda x, y: (x * y, x + x)
+    args = [normal(3) if axis is None else normal(3, 3) for axis in axes]
+    got, pull = jax.vjp(wrap(jax.vmap(lambda x, y: executor(kernel, x, y), axes)), *args)
+    want, pull_plain = jax.vjp(jax.vmap(plain, axes), *args)
+    for pair in zip((*got, *pull(want)), (*want, *pull_plain(want)), strict=True):
+        same(*pair)
+
+
+class NativeProduct(Kernel[Factor, jax.Array]):
+    """Takes a batch of both arguments; the gradient is its own."""
+
+    def run(self, x, y, *, cfg):
+        return x * y
+
+    def run_batched(self, x, y, *, cfg, in_axes):
+        return x * y
+
+    def heuristic_cfg(self, inv):
+        return Factor()
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return cotangents[0] * primals[1], cotangents[0] * primals[0]
+
+
+def test_native_batch_in_another_has_one_batch_axis_differentiated_or_not():
+    executor, kernel, x, y = new_executor(), NativeProduct(), normal(3, 3, 3), normal(3, 3, 3) + 1
+    twice = jax.vmap(jax.vmap(lambda x, y: executor(kernel, x, y)), in_axes=2)
+    out, pull = jax.vjp(twice, x, y)
+    same(out, jnp.moveaxis(x * y, 2, 0))
+    same(pull(jnp.moveaxis(x, 2, 0))[1], x * x)
+
+
+def test_derivatives_of_a_native_batch_do_not_disturb_each_other():
+    executor, kernel, x, y = new_executor(), NativeProduct(), normal(3, 4), normal(3, 4) + 1
+    mapped = jax.vmap(lambda x, y: executor(kernel, x, y))
+    _, of_x = jax.vjp(lambda x: mapped(x, y), x)
+    _, of_y = jax.vjp(lambda y: mapped(x, y), y)
+    same(of_x(x)[0], x * y)
+    same(of_y(x)[0], x * x)
+
+
 def test_example_inputs_of_a_native_kernel_are_the_batch():
     ran = []
 

@@ -48,6 +48,13 @@ def test_call_on_a_mesh_equals_the_whole(style, kind):
         same(jax.grad(loss(call), (0, 1))(x, y), jax.grad(loss(plain), (0, 1))(x, y))
 
 
+def test_a_mesh_may_have_axes_of_both_kinds():
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    mesh, x = jax.make_mesh((2, 2), ("a", "e"), axis_types=kinds), normal(8, 6)
+    call = lambda x: new_executor()(Plain(), x, x, mesh=mesh, in_specs=P("a", "e"), out_specs=P("a", "e"))
+    same(call(x), true(x, x))
+
+
 def test_config_is_chosen_for_the_shard_and_once():
     chooser = Recorder()
     executor, x = Executor(chooser), normal(8, 3)

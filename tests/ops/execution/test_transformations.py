@@ -89,6 +89,14 @@ def grad_of_vmap(f):
     return grad(jax.vmap(f))
 
 
+def vjp_of_vmap_over_columns(f):
+    return vjp(jax.vmap(f, in_axes=1, out_axes=1))
+
+
+def jit_of_vjp_of_vmap_of_vmap_over_columns(f):
+    return jax.jit(vjp(jax.vmap(jax.vmap(f), in_axes=1)))
+
+
 def scan(f):
     def run(x, y):
         carry, outs = jax.lax.scan(lambda c, row: (f(c, row), f(row, c)), x[0], y)
@@ -254,6 +262,7 @@ def remat_without_jit(f):
 TRANSFORMATIONS = [
     eager, jit, nested_jit, grad, jit_of_grad, grad_of_jit, value_and_grad, vjp, linearize_transposed,
     vmap, vmap_one_axis, vmap_of_vmap, vmap_of_grad, grad_of_vmap,
+    vjp_of_vmap_over_columns, jit_of_vjp_of_vmap_of_vmap_over_columns,
     scan, grad_of_scan, while_loop, fori_loop, cond, grad_of_cond, remat, remat_in_scan,
     shard_map, shard_map_in_jit, shard_map_unchecked, shard_map_explicit, explicit_mesh_without_shard_map,
     grad_outside_shard_map, grad_outside_shard_map_unchecked, grad_inside_shard_map, grad_in_explicit_shard_map,
