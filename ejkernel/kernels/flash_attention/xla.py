@@ -82,19 +82,20 @@ def _forward_rows(tiles: Tiles, i: Array) -> tuple[Array, masks.LogSum]:
         o = o * alpha[..., None] + tiles.products.weighted(p, tiles.kv_block(tiles.v, j))
         return o, m_new, l
 
-    o, m, l = _softmax(tiles, q, i) if tiles.is_plain else tiles.over_keys(i, step, tiles.start(q))
+    o, m, l = _softmax(tiles, q, i) if tiles.is_one_step else tiles.over_keys(i, step, tiles.start(q))
     if not tiles.rules.normalize:
         return o, masks.log_sum(m, jnp.where(l == 0, 0.0, 1.0))
-    total = l if tiles.is_plain else jnp.where(l == 0, 1.0, l)
+    total = l if tiles.sees_all else jnp.where(l == 0, 1.0, l)
     return o / total[..., None], masks.log_sum(m, l)
 
 
 def _softmax(tiles: Tiles, q: Array, i: Array) -> tuple[Array, Array, Array]:
-    """Output, maximum and sum of rows with one tile of keys that all see; XLA has kernels for just this on CPUs."""
+    """Output, maximum and sum of rows with one tile of keys; XLA has kernels for just this on CPUs."""
     first = jnp.zeros_like(i)
-    s = tiles.scores(q, i, first, masked=False)[0]
+    s = tiles.scores(q, i, first, masked=tiles.is_cut)[0]
     m = s.max(axis=-1)
-    p = jnp.exp(s - m[..., None])
+    shift = m if tiles.sees_all else jnp.where(jnp.isneginf(m), 0.0, m)
+    p = jnp.exp(s - shift[..., None])
     weighted = tiles.products.weighted(tiles.dropped(p, i, first), tiles.kv_block(tiles.v, first))
     return weighted, m, p.sum(axis=-1)
 

@@ -13,21 +13,34 @@ SPARSE_TILE_SCORES = 1 << 15
 ONE_TILE_SCORES = 1 << 22
 """With fewer there is one tile for all: large steps are spread over all cores, which those of a loop are not. With half
 as many, the four arrays of a backward are less than 32 MiB, which the C library does not hand back after each call.
-Where a band leaves out tiles, that decides."""
+Where a band leaves out tiles, that decides. A forward without a band has one array, and so twice as many."""
 LONG = 2048
 """Keys from which on little is lost at the edge of a band: tiles are then as large as without one."""
 FEW_KEYS = 512
-"""Up to so many, a tile has all keys."""
+"""Up to so many, a tile has all keys, if there is no band that leaves out tiles."""
+VERY_FEW_KEYS = 256
+"""Up to so many, XLA's softmax of large tiles is as fast as that of small ones; with more keys only the backward is.
+Up to half as many, what a band leaves out does not pay for tiles."""
+FEW_KEYS_SCORES = 1 << 25
+"""Scores of a tile where large ones are fast: what that saves is more than what caches do. 128 MiB for each array."""
 
 
-FOLDED_ROWS = 128
+FOLDED_ROWS = 64
 """Queries times heads, up to which all heads are multiplied at once (see `xla_products`)."""
+FOLDED_KEYS = 1 << 16
+"""Elements of the keys that there must be for each of these rows: what a cache holds is soon moved."""
 
 
-def folds(call: Attention) -> bool:
-    """Whether queries are so few that all heads are multiplied at once, in one tile."""
-    (_, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
-    return q_len * heads <= FOLDED_ROWS and 0 < 16 * q_len <= kv_len and not _is_sparse(call.extras)
+def folds(call: Attention, *, backward: bool) -> bool:
+    """Whether queries are so few that all heads are multiplied at once, in one tile.
+
+    Forward not with 16 bits, of which the larger products cost more than is saved.
+    """
+    if call.key.dtype.itemsize < 4 and not backward:
+        return False
+    (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = call.query.shape, call.key.shape
+    rows = min(FOLDED_ROWS, known(batch * kv_len * kv_heads * dim) // FOLDED_KEYS)
+    return q_len * heads <= rows and 0 < 16 * q_len <= kv_len and not _is_sparse(call.extras)
 
 
 def default_blocks(
@@ -41,16 +54,18 @@ def default_blocks(
     """
     heads, most = known(heads), SPARSE_TILE_SCORES if sparse else TILE_SCORES
     q_len, kv_len, rows, cols = max(q_len, 1), max(kv_len, 1), 512, 256
-    if heads * q_len * kv_len < ONE_TILE_SCORES // (2 if banded and backward else 1) and not sparse:
+    if heads * q_len * kv_len < 2 * ONE_TILE_SCORES >> (banded + backward) and not sparse:
         return q_len, kv_len
+    few = VERY_FEW_KEYS // 2 if banded else FEW_KEYS
+    if kv_len <= few and not sparse:
+        most = FEW_KEYS_SCORES if backward or kv_len <= VERY_FEW_KEYS else most
+        return fitted(max(64, most // (heads * kv_len) // 16 * 16), q_len, 4), kv_len
     if banded:
         most //= 2 if kv_len < LONG else 1
         rows, cols = (max(128, min(block, length // 32 * 16)) for block, length in ((rows, q_len), (cols, kv_len)))
-    elif kv_len <= FEW_KEYS and not sparse:
-        return fitted(max(64, most // (heads * kv_len) // 16 * 16), q_len), kv_len
     while heads * rows * cols > most and rows > 64:
         rows, cols = (rows // 2, cols) if rows > cols else (rows, cols // 2)
-    return fitted(rows, q_len), fitted(cols, kv_len)
+    return fitted(rows, q_len, 4), fitted(cols, kv_len)
 
 
 def _is_sparse(extras: Extras) -> bool:
@@ -63,10 +78,10 @@ def known(size: Any) -> int:
     return size if isinstance(size, int) else TILE_SCORES
 
 
-def fitted(block: int, length: int) -> int:
+def fitted(block: int, length: int, aligned: int = 16) -> int:
     """`block`, or less: the whole of a shorter sequence; of a longer one what leaves little of the last block empty."""
     length = max(length, 1)
-    return length if block >= length else -(-length // (-(-length // block) * 16)) * 16
+    return length if block >= length else -(-length // (-(-length // block) * aligned)) * aligned
 
 
 def space(call: Attention, *, backward: bool) -> list[tuple[int, int]]:
@@ -82,7 +97,7 @@ def space(call: Attention, *, backward: bool) -> list[tuple[int, int]]:
 def guess(call: Attention, *, backward: bool) -> tuple[int, int]:
     """Rows and columns of a tile of an untuned call."""
     (batch, q_len, heads, _), kv_len = call.query.shape, call.key.shape[1]
-    if folds(call):
+    if folds(call, backward=backward):
         return q_len, kv_len
     banded = call.rules.lower is not None or call.rules.upper is not None
     kind = {"sparse": _is_sparse(call.extras), "banded": banded, "backward": backward}

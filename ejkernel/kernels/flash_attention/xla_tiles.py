@@ -98,7 +98,7 @@ class Tiles:
             cols=cols,
             q_len=q_len,
             kv_len=kv_len,
-            few_queries=xla_blocks.folds(call),
+            few_queries=xla_blocks.folds(call, backward=backward),
             scale=scale,
         )
 
@@ -222,26 +222,30 @@ class Tiles:
     # --- Which tiles ---
 
     @property
-    def _is_cut(self) -> bool:
+    def is_cut(self) -> bool:
         """Whether a tile may have to be masked."""
         extras, bounds = self.extras, (self.rules.lower, self.rules.upper)
         arrays = (extras.mask, extras.q_segment_ids, extras.q_positions)
         return self.all or self.kv_len % self.cols != 0 or any(x is not None for x in (*bounds, *arrays))
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every query sees every key, in one tile, and nothing but keys: no sum is zero."""
-        others = (self.bias, self.extras.softmax_aux)
-        return self.kv_blocks == 1 and not self._is_cut and all(x is None for x in others)
+    def sees_all(self) -> bool:
+        """Whether every query sees every key: no sum is zero."""
+        return not self.is_cut and self.bias is None
+
+    @property
+    def is_one_step(self) -> bool:
+        """Whether a block of queries has one tile, and nothing but keys."""
+        return self._is_one(self.kv_blocks) and self.extras.softmax_aux is None
 
     def _is_one(self, blocks: int) -> bool:
         """Whether a loop over so many blocks is one step that is always needed."""
-        return blocks == 1 and (self.q_blocks == self.kv_blocks or not self._is_cut)
+        return blocks == 1 and (self.q_blocks == self.kv_blocks or not self.is_cut)
 
     def over_keys(self, i: Array, step: Step, carry: Any) -> Any:
         """Runs `step(j, carry, masked)` over the blocks of keys that a block of queries sees."""
         if self._is_one(self.kv_blocks):
-            return step(jnp.zeros_like(i), carry, self._is_cut)
+            return step(jnp.zeros_like(i), carry, self.is_cut)
         if self.all:
             return _over(masks.Spans(0, 0, 0, self.kv_blocks, self.kv_blocks), _same, step, carry)
         if self.by_query is not None:
@@ -252,7 +256,7 @@ class Tiles:
     def over_queries(self, j: Array, step: Step, carry: Any) -> Any:
         """Runs `step(i, carry, masked)` over the blocks of queries that see a block of keys."""
         if self._is_one(self.q_blocks):
-            return step(jnp.zeros_like(j), carry, self._is_cut)
+            return step(jnp.zeros_like(j), carry, self.is_cut)
         if self.all:
             return _over(masks.Spans(0, 0, 0, self.q_blocks, self.q_blocks), _same, step, carry)
         if self.by_key is not None:

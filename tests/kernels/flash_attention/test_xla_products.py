@@ -45,12 +45,43 @@ FEW = [
 ]
 
 
+@pytest.fixture
+def small_calls_fold(monkeypatch):
+    """Also of few keys, of which a call would be computed by head; nothing traced before or after is reused."""
+    monkeypatch.setattr(xla_blocks, "FOLDED_KEYS", 1)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("small_calls_fold")
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_few_queries(case):
     args, kwargs = case.arrays()
     (q, k, v), extras, rules = canonical(*args, **kwargs)
-    assert xla_blocks.folds(Attention(q, k, v, extras, rules))
+    assert xla_blocks.folds(Attention(q, k, v, extras, rules), backward=True)
     assert_close(attend(contract.through(FlashAttention, "xla"), args, kwargs), truth(args, kwargs), case.limit)
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "heads", "folds"),
+    [
+        *((8, 1, 2048, 12, True), (1, 1, 4096, 8, True), (8, 4, 4096, 16, True)),
+        *((8, 8, 4096, 16, False), (8, 16, 512, 8, False), (1, 2, 512, 8, False), (8, 1, 8, 8, False)),
+    ],
+)
+def test_heads_are_multiplied_at_once_where_moving_the_keys_costs_more(batch, q_len, kv_len, heads, folds):
+    q, k = (jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.float32) for length in (q_len, kv_len))
+    (q, k, v), extras, rules = canonical(q, k, k)
+    call = Attention(q, k, v, extras, rules)
+    assert [xla_blocks.folds(call, backward=backward) for backward in (False, True)] == [folds, folds]
+
+
+def test_sixteen_bits_are_multiplied_at_once_in_the_backward_alone():
+    q, k = (jax.ShapeDtypeStruct((8, length, 8, 64), jnp.bfloat16) for length in (1, 4096))
+    (q, k, v), extras, rules = canonical(q, k, k)
+    call = Attention(q, k, v, extras, rules)
+    assert [xla_blocks.folds(call, backward=backward) for backward in (False, True)] == [False, True]
 
 
 def test_one_query_does_not_copy_its_keys():

@@ -14,7 +14,7 @@ from ejkernel.ops.utils.params import BwdParams, FwdParams
 from tests.kernels import contract
 from tests.kernels.flash_attention.cases import Case, assert_close, attend, normal, truth
 
-LENGTHS = st.integers(0, 5000)
+LENGTHS, COIN = st.integers(0, 5000), st.booleans()
 
 
 @given(block=st.sampled_from([16, 64, 128, 512]), length=LENGTHS)
@@ -28,14 +28,38 @@ def test_blocks_are_no_more_than_needed_and_leave_little_empty(block, length):
     assert count > 1 or fitted == length
 
 
-@given(heads=st.integers(1, 2048), q_len=LENGTHS, kv_len=LENGTHS, sparse=st.booleans(), banded=st.booleans())
-def test_scores_of_a_tile_are_bounded(heads, q_len, kv_len, sparse, banded):
-    rows, cols = xla_blocks.default_blocks(heads, q_len, kv_len, sparse=sparse, banded=banded)
+@given(
+    heads=st.integers(1, 2048),
+    q_len=LENGTHS,
+    kv_len=LENGTHS,
+    sparse=st.booleans(),
+    banded=st.booleans(),
+    back=st.booleans(),
+)
+def test_scores_of_a_tile_are_bounded(heads, q_len, kv_len, sparse, banded, back):
+    rows, cols = xla_blocks.default_blocks(heads, q_len, kv_len, sparse=sparse, banded=banded, backward=back)
     assert 1 <= rows <= max(q_len, 1)
     assert 1 <= cols <= max(kv_len, 1)
     most = xla_blocks.SPARSE_TILE_SCORES if sparse else xla_blocks.TILE_SCORES
+    if not sparse and kv_len <= (xla_blocks.VERY_FEW_KEYS // 2 if banded else xla_blocks.FEW_KEYS):
+        most = xla_blocks.FEW_KEYS_SCORES
     few = rows <= 64 and cols <= xla_blocks.FEW_KEYS
-    assert heads * rows * cols <= most or few or heads * q_len * kv_len < xla_blocks.ONE_TILE_SCORES
+    assert heads * rows * cols <= most or few or heads * q_len * kv_len < 2 * xla_blocks.ONE_TILE_SCORES
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "banded", "forward", "backward"),
+    [
+        (768, 197, False, (197, 197), (197, 197)),
+        (768, 256, False, (128, 256), (128, 256)),
+        (96, 384, False, (64, 384), (384, 384)),
+        (1024, 77, True, (77, 77), (77, 77)),
+        (384, 256, True, (64, 64), (64, 64)),
+    ],
+)
+def test_tiles_of_few_keys_are_large_where_that_is_fast(heads, length, banded, forward, backward):
+    blocks = [xla_blocks.default_blocks(heads, length, length, banded=banded, backward=back) for back in (False, True)]
+    assert blocks == [forward, backward]
 
 
 SHORT = {
